@@ -1,0 +1,233 @@
+"""The one configuration that every process reads, and where its values come from.
+
+Precedence, the last wins: defaults, file (TOML), environment (``RANKBUS_<KEY>``), flags (``--<key>``).
+"""
+
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+IPC_PATH_MAX = 107
+"""Longest path of a Unix socket, in bytes (sun_path, less the final zero)."""
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class ConfigError(Exception):
+    """A value that cannot be used; the message names the key, the value, and what is allowed."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings, flat. Lengths are in tokens, times in the unit their name ends with."""
+
+    # What is served
+    model: str = "embedded"
+    """``embedded``, an HF-style folder, or a .gguf file."""
+    served_model_name: str = ""
+    """Name in the API; empty is the last part of the model's path."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and KV cache; auto is float32 on CPU, bfloat16 on TPU."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus output; none is what the model allows."""
+
+    # Who runs
+    ranks: Annotated[int, Meta(ge=1, le=1024)] = 2
+    frontends: Annotated[int, Meta(ge=1, le=64)] = 1
+    scheduler: Literal["vllm"] = "vllm"
+
+    # Limits, per rank
+    max_num_seqs: Annotated[int, Meta(ge=1, le=8192)] = 32
+    max_num_batched_tokens: Positive = 512
+    long_prefill_token_threshold: Natural = 0
+    """Longest prefill chunk of one request in one step; 0 is no limit but max_num_batched_tokens."""
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    num_blocks: Positive | None = None
+    """KV blocks of all ranks together; none derives it from kv_memory_fraction."""
+    kv_memory_fraction: Fraction = 0.25
+    """Part of the memory that is free after loading that the KV pool takes, at most what max_num_seqs can use."""
+    enable_prefix_caching: bool = True
+    async_depth: Annotated[int, Meta(ge=1, le=2)] = 2
+    """Steps a rank may have in flight."""
+    log_stats: bool = True
+    single_step: bool = False
+    """Ranks schedule only on command (debugging and tests)."""
+
+    # Routing and batching
+    routing: Literal["least_loaded", "round_robin"] = "least_loaded"
+    batching_window_ms: Annotated[float, Meta(ge=0)] = 2.0
+    """How long the executor waits for ranks that said more is coming."""
+
+    # Where things are
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """HTTP port of frontend 0; frontend i listens on port + i."""
+    run_dir: str = "run"
+    """Sockets, logs and supervisord's files; made with mode 0700."""
+    cache_dir: str = "~/.cache/rankbus"
+    """Prepared models and compiled programs."""
+
+    # The bus
+    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 15.0
+    command_deadline_s: Seconds = 30.0
+    max_message_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+
+    # Logs
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir).expanduser().absolute()
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir).expanduser().absolute()
+
+    def client_endpoint(self, frontend: int) -> str:
+        return self._ipc(f"client-{frontend}")
+
+    def command_endpoint(self, frontend: int) -> str:
+        return self._ipc(f"command-{frontend}")
+
+    def step_endpoint(self) -> str:
+        return self._ipc("step")
+
+    def _ipc(self, name: str) -> str:
+        path = self.run_path / f"{name}.ipc"
+        size = len(os.fsencode(path))
+        if size > IPC_PATH_MAX:
+            raise ConfigError(
+                f"run_dir: the socket path {path} has {size} bytes, an ipc path may have {IPC_PATH_MAX}; choose a shorter run_dir"
+            )
+        return f"ipc://{path}"
+
+
+def load(
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    file: str | os.PathLike[str] | None = None,
+) -> Config:
+    """Read the configuration from `file` (or the one RANKBUS_CONFIG names), `environ` and `flags`.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, or a value that is not allowed.
+    """
+    values: dict[str, Any] = {}
+    file = file or environ.get("RANKBUS_CONFIG")
+    if file:
+        values.update(_read_file(Path(file)))
+    known = {field.name: field for field in msgspec.structs.fields(Config)}
+    for key, text in environ.items():
+        name = key.removeprefix("RANKBUS_").lower()
+        if key.startswith("RANKBUS_") and name in known:
+            values[name] = _parse(name, text, known[name].type)
+    for name, text in (flags or {}).items():
+        if name not in known:
+            raise ConfigError(f"--{name.replace('_', '-')} is not a setting; `rankbus config` lists them")
+        values[name] = _parse(name, text, known[name].type)
+    config = Config(**{name: _convert(name, value, known) for name, value in values.items()})
+    config.step_endpoint()  # refuses a run_dir that is too long now, not in one of the processes
+    config.client_endpoint(config.frontends - 1)
+    config.command_endpoint(config.frontends - 1)
+    if config.port + config.frontends - 1 > 65535:
+        raise ConfigError(f"port: {config.port} + {config.frontends} frontends goes past 65535")
+    return config
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Take the `--key value` and `--key=value` pairs that are settings out of `arguments`; return them and the rest."""
+    known = {field.name for field in msgspec.structs.fields(Config)}
+    flags: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not argument.startswith("--") or name not in known:
+            rest.append(argument)
+        elif equals:
+            flags[name] = value
+        elif remaining:
+            flags[name] = remaining.pop(0)
+        else:
+            raise ConfigError(f"{argument} needs a value")
+    return flags, rest
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a TOML file that `load` reads back to the same values."""
+    values = {f.name: getattr(config, f.name) for f in msgspec.structs.fields(Config)}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | bool | int | float) -> str:
+    return msgspec.json.encode(value).decode()  # JSON's strings, numbers and booleans are TOML's as well
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the config file {path} is not TOML: {error}") from None
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    """A value from the environment or a flag: text as it is for text settings, otherwise read as TOML would."""
+    if _is_text(kind):
+        return text
+    if text.lower() in ("none", ""):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _is_text(kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return all(isinstance(choice, str) for choice in typing.get_args(kind))
+    return kind is str
+
+
+def _convert(name: str, value: Any, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ConfigError(f"{name} is not a setting; `rankbus config` lists them")
+    try:
+        return msgspec.convert(value, known[name].type)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name}: {value!r} is not allowed; it must be {_allowed(known[name].type)}") from None
+
+
+def _allowed(kind: Any) -> str:
+    """What a type allows, in words."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("none" if arm is type(None) else _allowed(arm) for arm in typing.get_args(kind))
+    if origin is Annotated or hasattr(kind, "__metadata__"):
+        base, *metas = typing.get_args(kind)
+        bounds = [
+            f"{words} {getattr(meta, bound):g}"
+            for meta in metas
+            for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
+            if getattr(meta, bound, None) is not None
+        ]
+        return f"{_allowed(base)} of {' and '.join(bounds)}"
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]

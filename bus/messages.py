@@ -1,0 +1,621 @@
+"""Every message of every bus, and the one place where their shapes are defined.
+
+A message is a ``msgspec.Struct``, encoded as a MessagePack map with its class name under ``type`` and fields that hold
+their default left out. Integer arrays travel as raw little-endian int32 bytes (``Ints``), float arrays as raw
+little-endian float32 (``Floats``); see `bus.wire`. Within a major protocol version fields are only added.
+
+What clients send is strict (an unknown field is refused with a sentence, so that a misspelt parameter is never
+ignored); what the engine's own processes send each other tolerates fields it does not know.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+Ints = memoryview
+"""Raw little-endian int32, one after the other."""
+
+Floats = memoryview
+"""Raw little-endian float32, one after the other."""
+
+Role = Literal["client", "frontend", "rank", "executor"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+PauseMode = Literal["keep", "wait", "abort"]
+PauseState = Literal["unpaused", "paused_new", "paused_all"]
+EMPTY = memoryview(b"")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+    """Base of all messages between the engine's processes, and from the engine to clients."""
+
+
+class ClientMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages a client sends: fields that are not in the definition are refused."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Link: on every bus, before and beside everything else
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First frame from the connecting side; answered by `Welcome` or `Error`. Nothing else is sent before that.
+
+    `index` tells peers of one role apart (rank 0, rank 1, …; clients choose any number of their own).
+    `incarnation` is unique to this start of the process and larger than that of any earlier start of it.
+    """
+
+    role: Role
+    index: int
+    incarnation: int
+    major: int
+    minor: int
+    schema: str = ""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Answer of the binding side to `Hello`; fields as there."""
+
+    role: Role
+    index: int
+    incarnation: int
+    major: int
+    minor: int
+    schema: str = ""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sent when nothing else was for `heartbeat_interval_s`; a peer silent for `heartbeat_timeout_s` is lost."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The sender is ending in an orderly way; it is lost as of this frame."""
+
+    reason: str = ""
+
+
+class Error(Message, frozen=True, kw_only=True):
+    """Something that was sent could not be served. `message` is a sentence for people, `code` a word for programs.
+
+    `request_id` or `command_id` name what it answers, where that could be read from the frame.
+    """
+
+    code: str
+    message: str
+    request_id: str = ""
+    command_id: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint on the output text. `spec` is the schema (JSON text), pattern, grammar, or JSON list of choices."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    spec: str = ""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is sampled and when it stops, as ranks and executor need it: complete, seeded, in token ids.
+
+    Field meanings are vLLM's `SamplingParams`'; `temperature` 0 is greedy, `top_k` 0 is off, `logprobs` -1 is the
+    whole vocabulary. `max_tokens` and `min_tokens` count output tokens. `eos_token_id` stops with no stop reason,
+    a token of `stop_token_ids` stops with itself as the reason.
+    """
+
+    seed: int
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_id: int | None = None
+    stop_token_ids: list[int] = []
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+class GenerateParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling parameters as a client writes them: vLLM's names and defaults; unknown names are refused.
+
+    Unset `max_tokens` means as many as the context holds; unset `seed` means one drawn by the frontend.
+    """
+
+    n: int = 1
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log-probabilities at `positions` consecutive positions of one sequence.
+
+    `owner` is the row on the step bus, the request's handle on the command bus, and the child's index on the client
+    bus. `token_ids` and `values` are [positions, k + 1]: first the sampled (or prompt) token, then the k most likely.
+    `ranks` is [positions]: the rank of that first token, 1 for the most likely.
+    """
+
+    owner: int
+    positions: int
+    token_ids: Ints
+    values: Floats
+    ranks: Ints
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands: the same on the client bus and the command bus
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", tag=True, forbid_unknown_fields=True):
+    """Base of what a `CommandRequest` can ask for. How the ranks' answers are folded into one: `bus.folds`."""
+
+
+class FinishRequests(Command, frozen=True, kw_only=True):
+    """Abort requests by id, whoever owns them; None means all. Value: the ids that really were unfinished."""
+
+    request_ids: list[str] | None = None
+
+
+class UpdateDraftTokens(Command, frozen=True, kw_only=True):
+    """Give requests their next draft tokens. Value: the ids that took them."""
+
+    drafts: dict[str, list[int]]
+
+
+class TokenCount(Command, frozen=True, kw_only=True):
+    """Tokens of all requests a rank holds, prompt and output. Value: one per rank."""
+
+
+class PendingPrefillTokens(Command, frozen=True, kw_only=True):
+    """Tokens a rank has yet to prefill, running and waiting requests. Value: one per rank."""
+
+
+class ComputedBlocks(Command, frozen=True, kw_only=True):
+    """How many tokens of a prompt a rank's prefix cache holds. Value: one per rank."""
+
+    prompt_token_ids: list[int]
+    cache_salt: str = ""
+
+
+class MinRemainingOutput(Command, frozen=True, kw_only=True):
+    """Least number of output tokens any running request may still produce, None if none runs. Value: one per rank."""
+
+
+class UnfinishedRequests(Command, frozen=True, kw_only=True):
+    """Number of unfinished requests. Value: the sum."""
+
+
+class RequestCounts(Command, frozen=True, kw_only=True):
+    """Value: the sums [running, waiting]."""
+
+
+class HasFinishedRequests(Command, frozen=True, kw_only=True):
+    """Whether requests have finished whose row is not yet free. Value: whether any rank says so."""
+
+
+class ResetPrefixCache(Command, frozen=True, kw_only=True):
+    """Empty the prefix cache; with `reset_running_requests`, preempt what runs so that every block can go.
+
+    Value: whether it succeeded on all ranks.
+    """
+
+    reset_running_requests: bool = False
+
+
+class ResetEncoderCache(Command, frozen=True, kw_only=True):
+    """Empty the cache of multimodal encoder outputs. Value: whether it succeeded on all ranks."""
+
+
+class MakeStats(Command, frozen=True, kw_only=True):
+    """Scheduler statistics since the last time; None when statistics are off. Counts add up, KV usage is averaged."""
+
+
+class GrammarBitmask(Command, frozen=True, kw_only=True):
+    """Allowed tokens of the structured requests in the schedule last made in single-step mode.
+
+    Value: [request ids, packed rows of ceil(vocabulary / 32) int32 each], in rank order; None if there are none.
+    """
+
+
+class Schedule(Command, frozen=True, kw_only=True):
+    """Single-step mode: make one schedule and hold it. Value: as the fields of vLLM's `SchedulerOutput`, merged."""
+
+
+class UpdateFromOutput(Command, frozen=True, kw_only=True):
+    """Single-step mode: give the held schedule its sampled tokens by request id. Value: what the requests emit."""
+
+    sampled_token_ids: dict[str, list[int]]
+
+
+class SetPause(Command, frozen=True, kw_only=True):
+    """Stop scheduling: `keep` freezes requests, `wait` lets running ones finish, `abort` ends them and tells clients.
+
+    Value: the pause state, once reached.
+    """
+
+    mode: PauseMode
+
+
+class Resume(Command, frozen=True, kw_only=True):
+    """End a pause or a drain. Value: the pause state."""
+
+
+class GetPauseState(Command, frozen=True, kw_only=True):
+    """Value: the pause state, the same on all ranks, or a list of one per rank if they differ."""
+
+
+class Drain(Command, frozen=True, kw_only=True):
+    """Take no new requests and answer when the last one has finished. Value: whether all ranks are drained.
+
+    With `rank`, only that rank; its new requests go to the others.
+    """
+
+    rank: int | None = None
+
+
+class Shutdown(Command, frozen=True, kw_only=True):
+    """End all processes in an orderly way: ranks, executor, then the frontend that was asked. Value: True."""
+
+
+AnyCommand = (
+    FinishRequests
+    | UpdateDraftTokens
+    | TokenCount
+    | PendingPrefillTokens
+    | ComputedBlocks
+    | MinRemainingOutput
+    | UnfinishedRequests
+    | RequestCounts
+    | HasFinishedRequests
+    | ResetPrefixCache
+    | ResetEncoderCache
+    | MakeStats
+    | GrammarBitmask
+    | Schedule
+    | UpdateFromOutput
+    | SetPause
+    | Resume
+    | GetPauseState
+    | Drain
+    | Shutdown
+)
+
+
+class CommandRequest(ClientMessage, frozen=True, kw_only=True):
+    """Ask for something other than tokens. Answered by exactly one `Reply` or `Error` with the same id.
+
+    `command_id` is any positive number the sender has not used for a command still unanswered. `deadline_s` bounds
+    the answer; None is the engine's setting. `ranks` limits who is asked (client bus only); None is all.
+    """
+
+    command_id: int
+    body: AnyCommand
+    deadline_s: float | None = None
+    ranks: list[int] | None = None
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """Answer to a command. `missing` names the ranks that did not answer within the deadline."""
+
+    command_id: int
+    value: Any = None
+    missing: list[int] = []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Client bus: client → frontend
+
+
+class Generate(ClientMessage, frozen=True, kw_only=True):
+    """Start a request. Exactly one of `text`, `messages` (chat, OpenAI form) and `prompt_token_ids` is the prompt.
+
+    `request_id` is unique among the client's unfinished requests. `text_output` false leaves detokenisation out
+    (only with `prompt_token_ids`, and without stop strings). `rank` pins the request to a rank.
+    """
+
+    request_id: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[int] | Ints | None = None
+    params: GenerateParams = GenerateParams()
+    text_output: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    rank: int | None = None
+    resumable: bool = False
+
+
+class Append(ClientMessage, frozen=True, kw_only=True):
+    """Next input of a session (a request opened with `resumable`); `resumable` false closes it."""
+
+    request_id: str
+    text: str | None = None
+    prompt_token_ids: list[int] | Ints | None = None
+    params: GenerateParams | None = None
+    resumable: bool = True
+
+
+class EndTurn(ClientMessage, frozen=True, kw_only=True):
+    """Stop a session's running turn and keep its first `n` tokens."""
+
+    request_id: str
+    turn: int
+    n: int
+
+
+class Abort(ClientMessage, frozen=True, kw_only=True):
+    """End a request; answered by its `Finished` with reason abort, or by `Error` if the id is unknown."""
+
+    request_id: str
+
+
+# Client bus: frontend → client
+
+
+class Delta(Message, frozen=True, kw_only=True):
+    """New output of a request: tokens as int32, and text where it was asked for. `index` is the child of `n`."""
+
+    request_id: str
+    index: int = 0
+    token_ids: Ints = EMPTY
+    text: str = ""
+    logprobs: Logprobs | None = None
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """Last message of child `index` of a request. `stop_reason` is the stop token or stop string that ended it."""
+
+    request_id: str
+    index: int = 0
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    message: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command bus: frontend → rank
+
+
+class AddRequest(Message, frozen=True, kw_only=True):
+    """Give a rank a request. `handle` is the frontend's number for it and its key there, with the frontend's index.
+
+    `sequence` numbers this frontend's messages about work to this rank, from 1; `Load.acknowledged` answers it.
+    `block_hashes` is the chain over the full prompt blocks (see `bus.prefix`), 16 bytes each.
+    `output_token_ids` are tokens already sent to the client: output that is continued, not prompt.
+    """
+
+    handle: int
+    sequence: int
+    request_id: str
+    prompt_token_ids: Ints
+    sampling: Sampling
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    block_hashes: memoryview = EMPTY
+    output_token_ids: Ints = EMPTY
+    resumable: bool = False
+
+
+class AppendInput(Message, frozen=True, kw_only=True):
+    """Next turn of a session, or with `close` its end."""
+
+    handle: int
+    sequence: int
+    prompt_token_ids: Ints = EMPTY
+    sampling: Sampling | None = None
+    close: bool = False
+
+
+class AbortRequests(Message, frozen=True, kw_only=True):
+    """End requests of this frontend; each is confirmed by its end in `Outputs` if it was still known."""
+
+    handles: Ints
+
+
+# Command bus: rank → frontend
+
+
+class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request was scheduled for the first time, after `queued_s`, with `cached_tokens` from the prefix cache."""
+
+    handle: int
+    queued_s: float = 0.0
+    cached_tokens: int = 0
+
+
+class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request has ended; its handle is forgotten. `message` says what went wrong when `reason` is error."""
+
+    handle: int
+    reason: FinishReason
+    stop_reason: int | None = None
+    message: str = ""
+
+
+class Outputs(Message, frozen=True, kw_only=True):
+    """What one step gave the requests of one frontend.
+
+    `handles` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one.
+    A request in `ended` may also have its last tokens here: tokens come first.
+    """
+
+    step: int = 0
+    handles: Ints = EMPTY
+    tokens: Ints = EMPTY
+    counts: Ints = EMPTY
+    logprobs: list[Logprobs] = []
+    started: list[RequestStarted] = []
+    ended: list[RequestEnded] = []
+
+
+class Load(Message, frozen=True, kw_only=True):
+    """A rank's state, numbered, after every change that matters to routing.
+
+    `acknowledged` is the last `sequence` received from the frontend this goes to: its work up to there is counted in.
+    `counters` are totals since the rank's start: scheduler ones, and the bus's own (`bus_…`).
+    """
+
+    number: int
+    acknowledged: int
+    running: int
+    waiting: int
+    pending_prefill_tokens: int
+    min_remaining_output: int | None = None
+    used_blocks: int = 0
+    num_blocks: int = 0
+    pause_state: PauseState = "unpaused"
+    draining: bool = False
+    counters: dict[str, float] = {}
+
+
+class KvEvents(Message, frozen=True, kw_only=True):
+    """Prefix-cache changes of a rank, numbered; hashes of 16 bytes one after the other (see `bus.prefix`).
+
+    With `snapshot`, `stored` is all there is, and what was known before is void. A gap in the numbers means a lost
+    frame: what was known is void until the next snapshot.
+    """
+
+    number: int
+    snapshot: bool = False
+    stored: memoryview = EMPTY
+    removed: memoryview = EMPTY
+
+
+# Command bus: executor → frontend
+
+
+class ExecutorStatus(Message, frozen=True, kw_only=True):
+    """What the executor serves and how it does. `counters` are totals since its start."""
+
+    model: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    counters: dict[str, float] = {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step bus: executor → rank
+
+
+class KvPool(Message, frozen=True, kw_only=True):
+    """What a rank may use, sent after `Welcome`: nothing is scheduled before it. Blocks are 0 … num_blocks - 1."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+
+
+class StepResult(Message, frozen=True, kw_only=True):
+    """What a step gave one rank. `tokens` has one per row of the schedule, in its order.
+
+    A token is -1 where the row does not sample yet (its prompt is not complete) and -2 where its logits were not
+    numbers. `logprobs` are owned by rows.
+    """
+
+    step: int
+    tokens: Ints
+    logprobs: list[Logprobs] = []
+
+
+# Step bus: rank → executor
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request enters a row, in full. `num_computed_tokens` of its prompt are in its blocks already."""
+
+    row: int
+    request_id: str
+    prompt_token_ids: Ints
+    block_ids: Ints
+    sampling: Sampling
+    num_computed_tokens: int = 0
+
+
+class ResumeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request enters a row again after preemption or recovery.
+
+    `token_ids` is everything so far, the last `num_output_tokens` of them output.
+    """
+
+    row: int
+    request_id: str
+    token_ids: Ints
+    num_output_tokens: int
+    block_ids: Ints
+    sampling: Sampling
+    num_computed_tokens: int = 0
+
+
+class ContinueRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A session's next turn: the last `drop` tokens of the row go, `token_ids` come, and output counts from zero."""
+
+    row: int
+    token_ids: Ints
+    drop: int
+    sampling: Sampling
+
+
+class PartialSchedule(Message, frozen=True, kw_only=True):
+    """One rank's part of a step, in deltas.
+
+    `new`, `resumed`, `continued` set rows up; then `rows` [n] run `num_tokens` [n] tokens each (left out: one each),
+    after `block_ids` [m] were appended to the block tables of `block_rows` [m], in order. `more` says that this rank
+    expects to send another right after it has this one's result.
+    """
+
+    step: int
+    rows: Ints
+    num_tokens: Ints = EMPTY
+    block_rows: Ints = EMPTY
+    block_ids: Ints = EMPTY
+    new: list[NewRow] = []
+    resumed: list[ResumeRow] = []
+    continued: list[ContinueRow] = []
+    more: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who may send what: one union per direction
+
+LINK = Hello | Welcome | Heartbeat | Goodbye | Error
+CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
+FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | Finished | Reply
+FRONTEND_TO_ENGINE = Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | AbortRequests | CommandRequest
+ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
+EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | KvPool | StepResult
+RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | PartialSchedule

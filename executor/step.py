@@ -1,0 +1,56 @@
+"""The data that goes in and out of one step of the model, on the host."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.messages import Sampling
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetup:
+    """A global row begins, resumes or continues: what the runner must hold for it before the step runs.
+
+    `tokens` go to positions `start`, `start` + 1, … of the row's history. Output is what lies at positions
+    `prompt_len` and after. `sampling` replaces the row's parameters.
+    """
+
+    row: int
+    start: int
+    tokens: Int32
+    prompt_len: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class MergedStep:
+    """One batch of all ranks, rank-major, one entry per sequence that runs.
+
+    A global row is rank × max_num_seqs + the rank's row. `positions` is where each sequence's first token of this step
+    lies; the token there is in the row's history on the device, or sampled by a step still running. `samples` says
+    whether the step reaches the row's last known token and so draws the next one. `block_tables` [n, widest] holds
+    the blocks of each sequence in the rank's own numbering, up to the last token of the step; the rest of a line is 0.
+    """
+
+    setups: list[RowSetup]
+    ranks: Int32
+    rows: Int32
+    positions: Int32
+    num_tokens: Int32
+    samples: npt.NDArray[np.bool_]
+    block_tables: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """What a step drew: `tokens` [n] in the order of the merged step, -1 where it did not sample, -2 for NaN logits.
+
+    `logprobs` maps an index of the step to (token ids [1 + k], values [1 + k], rank of the sampled token).
+    """
+
+    tokens: Int32
+    logprobs: dict[int, tuple[Int32, Float32, int]] = field(default_factory=dict)

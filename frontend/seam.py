@@ -1,0 +1,101 @@
+"""What crosses the seam between the HTTP side (vLLM's AsyncLLM, asyncio) and the bus side (the frontend's core).
+
+Calls go down as `Posted` events of the bus thread; deliveries come up as effects of the core. Calls and deliveries are
+plain data, so that the core can be replayed without vLLM.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bus.core import Peer
+from bus.messages import AnyCommand, Delta, Finished, Generate, Ints, Logprobs, RequestEnded, RequestStarted, Sampling
+
+# Calls, from the HTTP side to the core
+
+
+class AddCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Start a request. `rank` pins it. Refused by an ended `Delivery` with reason error if it cannot be served."""
+
+    request_id: str
+    prompt_token_ids: Ints
+    sampling: Sampling
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    rank: int | None = None
+
+
+class AbortCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side has no more use for these requests; nothing more is delivered for them."""
+
+    request_ids: list[str]
+
+
+class CommandCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Run a command; answered by one `CommandResult` with the same id."""
+
+    call_id: int
+    body: AnyCommand
+    deadline_s: float | None = None
+    ranks: list[int] | None = None
+
+
+class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of a client's text request (see `RenderText`), to be sent on to it."""
+
+    peer: Peer
+    message: Delta | Finished
+
+
+class TextRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's text request could not be started."""
+
+    peer: Peer
+    request_id: str
+    message: str
+
+
+Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused
+
+# Effects, from the core to the HTTP side
+
+
+class Delivery(NamedTuple):
+    """New output of one request: tokens as int32, and its end if it has ended."""
+
+    request_id: str
+    token_ids: Ints
+    logprobs: Logprobs | None
+    started: RequestStarted | None
+    ended: RequestEnded | None
+
+
+class Deliver(NamedTuple):
+    """Effect: what one rank's step gave the HTTP side's requests."""
+
+    rank: int
+    outputs: list[Delivery]
+
+
+class CommandResult(NamedTuple):
+    """Effect: answer to a `CommandCall`. `error` is a sentence, or empty; `missing` as in `Reply`."""
+
+    call_id: int
+    value: Any
+    missing: list[int]
+    error: str
+
+
+class RenderText(NamedTuple):
+    """Effect: a client asked for generation from or to text. The HTTP side tokenises, generates and detokenises."""
+
+    peer: Peer
+    request: Generate
+
+
+class AbortText(NamedTuple):
+    """Effect: stop working on a client's text request."""
+
+    peer: Peer
+    request_id: str

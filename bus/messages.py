@@ -457,11 +457,15 @@ class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request has ended; its handle is forgotten. `message` says what went wrong when `reason` is error."""
+    """A request has ended; its handle is forgotten. When `reason` is error, `code` and `message` are as in `Error`.
+
+    Of the codes, `invalid` says that the request can never be served, `unavailable` that it may be tried again.
+    """
 
     handle: int
     reason: FinishReason
     stop_reason: int | None = None
+    code: str = ""
     message: str = ""
 
 

@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bus.core import Peer
-from bus.messages import AnyCommand, Delta, Finished, Generate, Ints, Logprobs, RequestEnded, RequestStarted, Sampling
+from bus.messages import (
+    AnyCommand,
+    Delta,
+    ExecutorStatus,
+    Finished,
+    Generate,
+    Ints,
+    Load,
+    Logprobs,
+    RequestEnded,
+    RequestStarted,
+    Sampling,
+)
 
 # Calls, from the HTTP side to the core
 
@@ -49,10 +61,11 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRefused(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's text request could not be started."""
+    """A client's text request could not be started, or failed: `code` and `message` as in `Error`."""
 
     peer: Peer
     request_id: str
+    code: str
     message: str
 
 
@@ -99,3 +112,17 @@ class AbortText(NamedTuple):
 
     peer: Peer
     request_id: str
+
+
+class StatusUpdate(NamedTuple):
+    """Effect: how the engine does, at most about ten times a second, and at once when `ready` changes.
+
+    `ready` is whether a request could be served now: an executor and at least one rank are up. `loads` has the last
+    `Load` of each rank that is up, by rank. `counters` are this frontend's totals since its start: what its buses
+    counted (`bus_…`), and the rest of its own.
+    """
+
+    ready: bool
+    loads: dict[int, Load]
+    executor: ExecutorStatus | None
+    counters: dict[str, float]

@@ -172,7 +172,7 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: str | bool | int | float) -> str:
+def _toml(value: str | bool | float) -> str:
     return msgspec.json.encode(value).decode()  # JSON's strings, numbers and booleans are TOML's as well
 
 

@@ -7,10 +7,12 @@ that the same events always give the same effects. The shell (`bus.shell`) feeds
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from bus.messages import Message, Role
 
 
-class Peer(NamedTuple):
+class Peer(msgspec.Struct, frozen=True):
     """One start of another process, or of a client, on one of this process's buses."""
 
     bus: str
@@ -71,8 +73,20 @@ class Send(NamedTuple):
     message: Message
 
 
+class WakeAt(NamedTuple):
+    """Effect: give a `Drained` at this monotonic time, even if nothing else happens. A later call replaces it."""
+
+    at: float
+
+
+class Stop(NamedTuple):
+    """Effect: end this process in an orderly way."""
+
+    reason: str
+
+
 Effect = Any
-"""`Send`, or something the process's own shell performs."""
+"""`Send`, `WakeAt`, `Stop`, or something the process's own shell performs."""
 
 
 class Core(Protocol):

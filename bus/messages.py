@@ -28,6 +28,20 @@ PauseState = Literal["unpaused", "paused_new", "paused_all"]
 EMPTY = memoryview(b"")
 
 
+def _check_words(**arrays: memoryview) -> None:
+    """Refuse arrays that are no whole number of 4-byte words; msgspec turns it into a ValidationError with the path."""
+    for name, array in arrays.items():
+        if array.nbytes % 4:
+            raise ValueError(f"`{name}` has {array.nbytes} bytes, which is no whole number of 4-byte values")
+
+
+def _check_lengths(count: int, **arrays: memoryview) -> None:
+    """Refuse 4-byte arrays that do not have `count` elements."""
+    for name, array in arrays.items():
+        if array.nbytes != 4 * count:
+            raise ValueError(f"`{name}` has {array.nbytes} bytes; {count} values of 4 bytes are expected")
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
     """Base of all messages between the engine's processes, and from the engine to clients."""
 
@@ -45,6 +59,8 @@ class Hello(Message, frozen=True, kw_only=True):
 
     `index` tells peers of one role apart (rank 0, rank 1, …; clients choose any number of their own).
     `incarnation` is unique to this start of the process and larger than that of any earlier start of it.
+    `attempt` counts how often this start has lost this peer and begun again: what either side held about the other
+    is void when it changes. Hello is repeated, with the same attempt, until it is answered.
     """
 
     role: Role
@@ -52,17 +68,19 @@ class Hello(Message, frozen=True, kw_only=True):
     incarnation: int
     major: int
     minor: int
+    attempt: int = 0
     schema: str = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer of the binding side to `Hello`; fields as there."""
+    """Answer of the binding side to `Hello`: fields as there, `attempt` the one that is answered."""
 
     role: Role
     index: int
     incarnation: int
     major: int
     minor: int
+    attempt: int = 0
     schema: str = ""
 
 
@@ -169,6 +187,11 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: Ints
     values: Floats
     ranks: Ints
+
+    def __post_init__(self) -> None:
+        width = self.token_ids.nbytes // 4 // max(self.positions, 1)
+        _check_lengths(self.positions * width, token_ids=self.token_ids, values=self.values)
+        _check_lengths(self.positions, ranks=self.ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,6 +376,10 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
     rank: int | None = None
     resumable: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt_token_ids, memoryview):
+            _check_words(prompt_token_ids=self.prompt_token_ids)
+
 
 class Append(ClientMessage, frozen=True, kw_only=True):
     """Next input of a session (a request opened with `resumable`); `resumable` false closes it."""
@@ -362,6 +389,10 @@ class Append(ClientMessage, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | Ints | None = None
     params: GenerateParams | None = None
     resumable: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt_token_ids, memoryview):
+            _check_words(prompt_token_ids=self.prompt_token_ids)
 
 
 class EndTurn(ClientMessage, frozen=True, kw_only=True):
@@ -389,6 +420,9 @@ class Delta(Message, frozen=True, kw_only=True):
     token_ids: Ints = EMPTY
     text: str = ""
     logprobs: Logprobs | None = None
+
+    def __post_init__(self) -> None:
+        _check_words(token_ids=self.token_ids)
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -428,6 +462,9 @@ class AddRequest(Message, frozen=True, kw_only=True):
     output_token_ids: Ints = EMPTY
     resumable: bool = False
 
+    def __post_init__(self) -> None:
+        _check_words(prompt_token_ids=self.prompt_token_ids, output_token_ids=self.output_token_ids)
+
 
 class AppendInput(Message, frozen=True, kw_only=True):
     """Next turn of a session, or with `close` its end."""
@@ -438,11 +475,17 @@ class AppendInput(Message, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     close: bool = False
 
+    def __post_init__(self) -> None:
+        _check_words(prompt_token_ids=self.prompt_token_ids)
+
 
 class AbortRequests(Message, frozen=True, kw_only=True):
     """End requests of this frontend; each is confirmed by its end in `Outputs` if it was still known."""
 
     handles: Ints
+
+    def __post_init__(self) -> None:
+        _check_words(handles=self.handles)
 
 
 # Command bus: rank → frontend
@@ -483,6 +526,13 @@ class Outputs(Message, frozen=True, kw_only=True):
     logprobs: list[Logprobs] = []
     started: list[RequestStarted] = []
     ended: list[RequestEnded] = []
+
+    def __post_init__(self) -> None:
+        _check_words(handles=self.handles, tokens=self.tokens)
+        if self.counts.nbytes:
+            _check_lengths(self.handles.nbytes // 4, counts=self.counts)
+        else:
+            _check_lengths(self.handles.nbytes // 4, tokens=self.tokens)
 
 
 class Load(Message, frozen=True, kw_only=True):
@@ -555,6 +605,9 @@ class StepResult(Message, frozen=True, kw_only=True):
     tokens: Ints
     logprobs: list[Logprobs] = []
 
+    def __post_init__(self) -> None:
+        _check_words(tokens=self.tokens)
+
 
 # Step bus: rank → executor
 
@@ -568,6 +621,9 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_ids: Ints
     sampling: Sampling
     num_computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_words(prompt_token_ids=self.prompt_token_ids, block_ids=self.block_ids)
 
 
 class ResumeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -584,6 +640,9 @@ class ResumeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     num_computed_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        _check_words(token_ids=self.token_ids, block_ids=self.block_ids)
+
 
 class ContinueRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A session's next turn: the last `drop` tokens of the row go, `token_ids` come, and output counts from zero."""
@@ -592,6 +651,9 @@ class ContinueRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     token_ids: Ints
     drop: int
     sampling: Sampling
+
+    def __post_init__(self) -> None:
+        _check_words(token_ids=self.token_ids)
 
 
 class PartialSchedule(Message, frozen=True, kw_only=True):
@@ -611,6 +673,12 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     resumed: list[ResumeRow] = []
     continued: list[ContinueRow] = []
     more: bool = False
+
+    def __post_init__(self) -> None:
+        _check_words(rows=self.rows, block_rows=self.block_rows)
+        if self.num_tokens.nbytes:
+            _check_lengths(self.rows.nbytes // 4, num_tokens=self.num_tokens)
+        _check_lengths(self.block_rows.nbytes // 4, block_ids=self.block_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

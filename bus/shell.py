@@ -1,0 +1,238 @@
+"""The event loop of a process: sockets, clock and threads on the outside, its pure core on the inside.
+
+All that happens to a process goes through `Shell._feed` in one order, and so into the core one event at a time.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from bus.buses import BUSES
+from bus.config import Config
+from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, Posted, Send, Stop, Tick, WakeAt
+from bus.counters import Counters
+from bus.links import Dialer, Identity, Listener, Timing
+from bus.log import get_logger
+from bus.messages import Goodbye, Message
+from bus.wire import Codec
+
+log = get_logger()
+
+TICK_S = 0.1
+FRAMES_PER_TURN = 64
+"""How many frames are taken from one socket before the others get a turn."""
+TURNS_PER_DRAIN = 16
+HIGH_WATER_MARK = 100_000
+"""Messages that may wait for one peer; one that falls further behind is lost (`PeerDown`)."""
+LINGER_MS = 1000
+
+
+def new_incarnation() -> int:
+    """An incarnation for this start of the process: wall time in nanoseconds, so later starts have larger ones."""
+    return time.time_ns()
+
+
+class Shell:
+    """Owns a process's sockets and clock and runs its core.
+
+    `perform` gets every effect of the core that is not `Send`, `WakeAt` or `Stop`. Only `post` and `stop` may be
+    called from other threads.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: Config,
+        core: Core,
+        perform: Callable[[Effect], None],
+        counters: Counters,
+    ) -> None:
+        self._me = identity
+        self._config = config
+        self._core = core
+        self._perform = perform
+        self._counters = counters
+        self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
+        self._events: deque[Event] = deque()
+        self._posted: deque[Any] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._wake_at: float | None = None
+        self._stop_reason: str | None = None
+
+    def bind(self, bus_name: str, endpoint: str) -> None:
+        """Be the binding side of a bus at `endpoint`."""
+        bus = BUSES[bus_name]
+        codec = Codec(bus.up, self._config.max_message_bytes)
+        listener = Listener(bus, self._me, codec, self._counters, self._timing, {"rank": self._config.ranks})
+        socket = self._open(zmq.ROUTER, listener)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.bind(endpoint)
+
+    def connect(self, bus_name: str, endpoint: str, index: int = 0) -> None:
+        """Be a connecting side of a bus; `index` is that of the process at `endpoint`. It may start later."""
+        bus = BUSES[bus_name]
+        codec = Codec(bus.down, self._config.max_message_bytes)
+        dialer = Dialer(bus, self._me, codec, self._counters, self._timing, index)
+        socket = self._open(zmq.DEALER, dialer)
+        socket.setsockopt(zmq.IDENTITY, dialer.routing_id)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.connect(endpoint)
+
+    def post(self, value: Any) -> None:
+        """Give the core a `Posted` event from another thread."""
+        self._posted.append(value)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self, reason: str) -> None:
+        """End `run` soon; safe in signal handlers and other threads."""
+        self._stop_reason = reason
+        os.eventfd_write(self._wake, 1)
+
+    def run(self) -> str:
+        """Feed the core until `stop` or a `Stop` effect; say Goodbye, close the sockets, return the reason."""
+        try:
+            next_tick = time.monotonic()
+            while self._stop_reason is None:
+                now = time.monotonic()
+                if now >= next_tick:
+                    self._tick(now)
+                    next_tick = now + TICK_S
+                until = min(next_tick, self._wake_at if self._wake_at is not None else next_tick)
+                self._poller.poll(max(0, round((until - time.monotonic()) * 1000)))
+                self._drain()
+            return self._stop_reason
+        finally:
+            self._close()
+
+    def _drain(self) -> None:
+        """Feed all that has arrived, then one `Drained`; a peer that floods a socket cannot hold it up for ever."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+        for _ in range(TURNS_PER_DRAIN):
+            busy = self._take_posted()
+            for socket, side in self._sides:
+                busy = self._take_frames(socket, side) or busy
+            if not busy or self._stop_reason is not None:
+                break
+        self._wake_at = None
+        self._feed(Drained(time.monotonic()))
+
+    def _take_posted(self) -> bool:
+        waiting = len(self._posted)
+        for _ in range(waiting):
+            self._feed(Posted(self._posted.popleft()))
+        return waiting > 0
+
+    def _take_frames(self, socket: zmq.Socket[bytes], side: Listener | Dialer) -> bool:
+        now = time.monotonic()
+        for taken in range(FRAMES_PER_TURN):
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return taken > 0
+            events = side.receive(parts, now)
+            self._flush(socket, side)
+            for event in events:
+                self._feed(event)
+        return True
+
+    def _tick(self, now: float) -> None:
+        for socket, side in self._sides:
+            events = side.tick(now)
+            self._flush(socket, side)
+            for event in events:
+                self._feed(event)
+        self._feed(Tick(now, time.time()))
+
+    def _feed(self, event: Event) -> None:
+        """The one place where events enter the core."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # an effect of the event being handled; it comes next
+        while self._events:
+            event = self._events[0]
+            if isinstance(event, PeerDown):
+                log.warning("peer down", bus=event.peer.bus, peer=str(event.peer), reason=event.reason)
+            for effect in self._core.handle(event):
+                self._do(effect)
+            self._events.popleft()
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect.peer, effect.message)
+        elif isinstance(effect, WakeAt):
+            self._wake_at = effect.at
+        elif isinstance(effect, Stop):
+            self._stop_reason = effect.reason
+        else:
+            self._perform(effect)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        for socket, side in self._sides:
+            if side.bus.name == peer.bus:
+                parts = side.encode(peer, message, time.monotonic())
+                if parts is not None:
+                    reason = _try_send(socket, parts)
+                    if reason:
+                        self._counters.add(f"bus_lost_peers/{peer.bus}/{reason.split()[0]}")
+                        for event in side.lose(peer, reason):
+                            self._feed(event)
+                    return
+
+    def _flush(self, socket: zmq.Socket[bytes], side: Listener | Dialer) -> None:
+        """Send what the link itself has to say."""
+        outbox, side.outbox = side.outbox, []
+        for parts in outbox:
+            reason = _try_send(socket, parts)
+            if reason and isinstance(side, Listener):
+                peer = side.peer_of(parts[0])
+                for event in side.lose(peer, reason) if peer else ():
+                    self._feed(event)
+
+    def _open(self, kind: int, side: Listener | Dialer) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        # Larger bodies than allowed are answered with a sentence; far larger ones cut the connection in libzmq.
+        socket.setsockopt(zmq.MAXMSGSIZE, 4 * self._config.max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(self._timing.interval * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self._timing.timeout * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._poller.register(socket, zmq.POLLIN)
+        self._sides.append((socket, side))
+        return socket
+
+    def _close(self) -> None:
+        goodbye = Goodbye(reason=self._stop_reason or "it failed")
+        for socket, side in self._sides:
+            for peer in side.peers():
+                self._send(peer, goodbye)
+            socket.close()
+        self._context.term()
+        os.close(self._wake)
+
+
+def _try_send(socket: "zmq.Socket[bytes]", parts: list[bytes]) -> str:
+    """Send without waiting; the reason if that cannot be done."""
+    try:
+        socket.send_multipart(parts, zmq.NOBLOCK)
+    except zmq.Again:
+        return "stuck: it reads too slowly or its connection is gone"
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return "disconnected"
+    return ""

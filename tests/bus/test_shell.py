@@ -1,0 +1,278 @@
+"""Two shells on a real ipc socket: handshake, messages both ways, restarts, silence, floods and nonsense."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from bus.config import Config
+from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Tick
+from bus.counters import Counters
+from bus.links import Identity
+from bus.messages import Error, Heartbeat, KvPool, PartialSchedule, StepResult, Welcome
+from bus.shell import Shell
+from bus.wire import ENVELOPE, pack_ints
+
+DEADLINE_S = 10
+
+
+class Recorder:
+    """A core that keeps what it is given and says what it is told to."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def handle(self, event: Event) -> list[Any]:
+        if isinstance(event, Drained | Tick):
+            return []
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+        return [event.value] if isinstance(event, Posted) else []
+
+    def wait(self, condition: Callable[[list[Event]], Any]) -> Any:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.events), DEADLINE_S), self.events
+            return condition(self.events)
+
+
+class Running:
+    """A shell in a thread of its own."""
+
+    def __init__(self, role: Any, config: Config, incarnation: int, index: int = 0) -> None:
+        self.core = Recorder()
+        self.counters = Counters()
+        self.shell = Shell(Identity(role, index, incarnation), config, self.core, lambda effect: None, self.counters)
+        self._thread = threading.Thread(target=self.shell.run)
+
+    def start(self) -> "Running":
+        self._thread.start()
+        return self
+
+    def end(self) -> None:
+        self.shell.stop("the test is over")
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(run_dir=str(tmp_path), heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, max_message_bytes=4096)
+
+
+@pytest.fixture
+def start(config: Config) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def run(role: Any, incarnation: int, index: int = 0) -> Running:
+        process = Running(role, config, incarnation, index)
+        if role == "executor":
+            process.shell.bind("step", config.step_endpoint())
+        else:
+            process.shell.connect("step", config.step_endpoint())
+        running.append(process.start())
+        return process
+
+    yield run
+    for process in running:
+        if process._thread.is_alive():
+            process.end()
+
+
+@pytest.fixture
+def raw(config: Config) -> Iterator[Callable[[bytes], "zmq.Socket[bytes]"]]:
+    context = zmq.Context()
+    sockets = []
+
+    def connect(identity: bytes) -> "zmq.Socket[bytes]":
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
+        socket.connect(config.step_endpoint())
+        sockets.append(socket)
+        return socket
+
+    yield connect
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+def up(events: list[Event]) -> Peer | None:
+    return next((event.peer for event in reversed(events) if isinstance(event, PeerUp)), None)
+
+
+def received(events: list[Event]) -> list[Any]:
+    return [event.message for event in events if isinstance(event, Received)]
+
+
+def downs(events: list[Event]) -> list[Peer]:
+    return [event.peer for event in events if isinstance(event, PeerDown)]
+
+
+POOL = KvPool(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)
+
+
+@pytest.mark.parametrize("first", ["executor", "rank"])
+def test_messages_pass_both_ways_whoever_starts_first(start: Any, first: str) -> None:
+    processes = {role: start(role, 7) for role in (first, "rank" if first == "executor" else "executor")}
+    executor, rank = processes["executor"], processes["rank"]
+    to_rank, to_executor = executor.core.wait(up), rank.core.wait(up)
+    assert (to_rank.role, to_rank.index, to_executor.role) == ("rank", 0, "executor")
+    executor.shell.post(Send(to_rank, POOL))
+    rank.shell.post(Send(to_executor, PartialSchedule(step=3, rows=pack_ints([1, 2]))))
+    assert rank.core.wait(received) == [POOL]
+    assert executor.core.wait(received)[0].step == 3
+
+
+def test_a_restarted_listener_is_a_new_peer_and_hears_nothing_meant_for_the_old_one(start: Any) -> None:
+    executor, rank = start("executor", 1), start("rank", 5)
+    old = rank.core.wait(up)
+    executor.core.wait(up)
+    executor.end()
+    rank.core.wait(downs)
+    second = start("executor", 2)
+    new = rank.core.wait(lambda events: (peer := up(events)) and peer.incarnation == 2 and peer)
+    rank.shell.post(Send(old, PartialSchedule(step=1, rows=pack_ints([]))))
+    rank.shell.post(Send(new, PartialSchedule(step=2, rows=pack_ints([]))))
+    assert [message.step for message in second.core.wait(received)] == [2]
+
+
+def test_a_restarted_dialer_replaces_its_earlier_start(start: Any) -> None:
+    executor = start("executor", 1)
+    first = start("rank", 5)
+    executor.core.wait(up)
+    start("rank", 6)
+    executor.core.wait(lambda events: (peer := up(events)) and peer.incarnation == 6)
+    assert [peer.incarnation for peer in downs(executor.core.events)][:1] == [5]
+    assert up(first.core.events) is not None
+
+
+def test_the_link_survives_a_loss_that_only_one_side_saw(start: Any) -> None:
+    executor, rank = start("executor", 1), start("rank", 5)
+    peer = rank.core.wait(up)
+    for socket, side in rank.shell._sides:
+        side.lose(peer, "the test says so")
+    executor.core.wait(lambda events: len([event for event in events if isinstance(event, PeerUp)]) == 2)
+    assert executor.core.wait(lambda events: [type(event) for event in events] == [PeerUp, PeerDown, PeerUp])
+
+
+def hello(socket: Any, incarnation: int = 5, **fields: Any) -> None:
+    values = {"role": "rank", "index": 1, "incarnation": incarnation, "major": 1, "minor": 0} | fields
+    send(socket, incarnation, 0, {"type": "Hello"} | values)
+
+
+def send(socket: Any, sender: int, addressee: int, message: Any) -> None:
+    socket.send_multipart([ENVELOPE.pack(sender, addressee), msgspec.msgpack.encode(message)])
+
+
+def answer(socket: Any) -> Any:
+    while True:
+        _, body = socket.recv_multipart()
+        message = msgspec.msgpack.decode(body, type=Welcome | Error | Heartbeat | StepResult | KvPool)
+        if not isinstance(message, Heartbeat):
+            return message
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"major": 2}, "protocol"),
+        ({"role": "client"}, "role"),
+        ({"index": 2}, "index"),
+        ({"index": -1}, "index"),
+        ({"incarnation": 2**63}, "incarnation"),
+        ({"role": "nobody"}, "invalid_message"),
+        ({"index": "one"}, "invalid_message"),
+    ],
+)
+def test_a_hello_that_cannot_be_served_is_refused_with_a_sentence(start: Any, raw: Any, fields: Any, code: str) -> None:
+    start("executor", 1)
+    socket = raw(b"someone")
+    hello(socket, **fields)
+    error = answer(socket)
+    assert (type(error), error.code) == (Error, code)
+    assert len(error.message) > 10
+
+
+def test_an_older_start_cannot_replace_a_newer_one(start: Any, raw: Any) -> None:
+    start("executor", 1)
+    new, old = raw(b"new"), raw(b"old")
+    hello(new, incarnation=9)
+    assert isinstance(answer(new), Welcome)
+    hello(old, incarnation=8)
+    assert answer(old).code == "stale_hello"
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ([b""], "malformed_message"),
+        ([b"x"], "malformed_message"),
+        ([b"1", b"2", b"3"], "malformed_message"),
+        ([bytes(16), b"\xc1"], "invalid_message"),
+        ([bytes(16), b""], "invalid_message"),
+        ([bytes(16), b"\x91" * 2000 + b"\x90"], "invalid_message"),
+        ([bytes(16), msgspec.msgpack.encode({"type": "Nothing"})], "invalid_message"),
+        ([bytes(16), msgspec.msgpack.encode({"type": "PartialSchedule"})], "invalid_message"),
+        (
+            [bytes(16), msgspec.msgpack.encode({"type": "PartialSchedule", "step": 1, "rows": b"123"})],
+            "invalid_message",
+        ),
+        ([bytes(16), msgspec.msgpack.encode({"type": "PartialSchedule", "step": 1, "rows": [1]})], "invalid_message"),
+        ([bytes(16), bytes(5000)], "too_large_message"),
+        ([bytes(16), msgspec.msgpack.encode({"type": "Heartbeat"})], "no_hello"),
+    ],
+)
+def test_nonsense_is_counted_and_answered_and_hurts_nobody(start: Any, raw: Any, parts: Any, code: str) -> None:
+    executor = start("executor", 1)
+    socket = raw(b"someone")
+    socket.send_multipart(parts)
+    assert answer(socket).code == code
+    counted = [name for name in executor.counters.snapshot() if name.startswith("bus_rejected_frames/step/")]
+    assert counted == [f"bus_rejected_frames/step/{code.removesuffix('_message')}"]
+    hello(socket)
+    assert isinstance(answer(socket), Welcome)
+    send(socket, 5, 1, PartialSchedule(step=4, rows=pack_ints([])))
+    assert executor.core.wait(received)[0].step == 4
+
+
+@pytest.mark.parametrize(("sender", "addressee"), [(4, 1), (5, 2), (0, 0)])
+def test_frames_of_other_incarnations_are_dropped(start: Any, raw: Any, sender: int, addressee: int) -> None:
+    executor = start("executor", 1)
+    socket = raw(b"someone")
+    hello(socket)
+    assert isinstance(answer(socket), Welcome)
+    send(socket, sender, addressee, PartialSchedule(step=4, rows=pack_ints([])))
+    send(socket, 5, 1, PartialSchedule(step=5, rows=pack_ints([])))
+    assert [message.step for message in executor.core.wait(received)] == [5]
+    assert executor.counters.snapshot()["bus_rejected_frames/step/stale"] == 1
+
+
+def test_a_silent_peer_is_lost_and_one_that_beats_is_not(start: Any, raw: Any) -> None:
+    executor = start("executor", 1)
+    start("rank", 6, index=0)
+    socket = raw(b"someone")
+    hello(socket)
+    started = time.monotonic()
+    peers = executor.core.wait(downs)
+    assert [(peer.role, peer.index) for peer in peers] == [("rank", 1)]
+    assert time.monotonic() - started >= 0.9
+
+
+def test_a_repeated_hello_is_answered_again_and_is_no_news(start: Any, raw: Any) -> None:
+    executor = start("executor", 1)
+    socket = raw(b"someone")
+    for _ in range(2):
+        hello(socket)
+        assert isinstance(answer(socket), Welcome)
+    hello(socket, attempt=1)
+    assert answer(socket).attempt == 1
+    assert executor.core.wait(lambda events: [type(event) for event in events] == [PeerUp, PeerDown, PeerUp])

@@ -22,6 +22,9 @@ Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
+EX_CONFIG = 78
+"""Exit code of a process whose configuration or model cannot be used: a restart would not help (sysexits.h)."""
+
 
 class ConfigError(Exception):
     """A value that cannot be used; the message names the key, the value, and what is allowed."""
@@ -107,7 +110,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         size = len(os.fsencode(path))
         if size > IPC_PATH_MAX:
             raise ConfigError(
-                f"run_dir: the socket path {path} has {size} bytes, an ipc path may have {IPC_PATH_MAX}; choose a shorter run_dir"
+                f"run_dir: the socket path {path} has {size} bytes, an ipc path may have {IPC_PATH_MAX}; "
+                "choose a shorter run_dir"
             )
         return f"ipc://{path}"
 

@@ -204,7 +204,8 @@ class Listener(_Side):
         if hello.role not in self.bus.connects:
             return Error(
                 code="role",
-                message=f"{hello.role} does not connect to the {self.bus.name} bus; {' and '.join(self.bus.connects)} may",
+                message=f"{hello.role} does not connect to the {self.bus.name} bus; "
+                f"{' and '.join(self.bus.connects)} may",
             )
         limit = self._limits.get(hello.role)
         if not 0 <= hello.index < (limit or 2**63):

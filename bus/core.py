@@ -57,10 +57,14 @@ class Drained(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """About ten times a second. `now` is monotonic time in seconds, `wall` seconds since the epoch."""
+    """About ten times a second. `now` is monotonic time in seconds, `wall` seconds since the epoch.
+
+    `bus_counters` are the totals that the buses of this process have counted (see `bus.counters`).
+    """
 
     now: float
     wall: float
+    bus_counters: dict[str, float]
 
 
 Event = PeerUp | PeerDown | Received | Posted | Drained | Tick

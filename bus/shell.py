@@ -49,13 +49,12 @@ class Shell:
         config: Config,
         core: Core,
         perform: Callable[[Effect], None],
-        counters: Counters,
     ) -> None:
         self._me = identity
         self._config = config
         self._core = core
         self._perform = perform
-        self._counters = counters
+        self._counters = Counters()
         self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -153,7 +152,7 @@ class Shell:
             self._flush(socket, side)
             for event in events:
                 self._feed(event)
-        self._feed(Tick(now, time.time()))
+        self._feed(Tick(now, time.time(), self._counters.snapshot()))
 
     def _feed(self, event: Event) -> None:
         """The one place where events enter the core."""

@@ -1,0 +1,296 @@
+"""The frontend's state machine: what lies below vLLM's EngineCoreClient seam, plus the client bus.
+
+It routes requests to ranks, keeps the ledger of those it answers for, passes output on, and folds the ranks' answers
+to commands. It knows nothing of text: what needs a tokenizer goes up over the seam (`RenderText`).
+"""
+
+from hashlib import blake2b
+
+from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
+from bus.counters import Counters
+from bus.messages import (
+    Abort,
+    Append,
+    CommandRequest,
+    EndTurn,
+    Error,
+    ExecutorStatus,
+    Finished,
+    Generate,
+    KvEvents,
+    Load,
+    Message,
+    Outputs,
+    Reply,
+    RequestEnded,
+    Shutdown,
+)
+from bus.wire import pack_ints, unpack_ints
+from frontend.commands import Commands, answer
+from frontend.params import BadRequest, ModelLimits, check_prompt, sampling_for
+from frontend.requests import Requests
+from frontend.routing import RankView, Router, Unroutable
+from frontend.seam import (
+    AbortCall,
+    AbortText,
+    AddCall,
+    Call,
+    CommandCall,
+    Deliver,
+    Delivery,
+    RenderText,
+    StatusUpdate,
+    TextOutput,
+    TextRefused,
+)
+
+
+class FrontendCore:
+    """Pure state machine of one frontend; see `bus.core.Core`.
+
+    Args:
+        index: this frontend's number.
+        policy, block_size, command_deadline_s: as in the config.
+        limits: what the model allows.
+        seed_key: random bytes of this start, from which seeds of unseeded requests are derived.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        policy: str,
+        block_size: int,
+        command_deadline_s: float,
+        limits: ModelLimits,
+        seed_key: bytes,
+    ) -> None:
+        self._limits = limits
+        self._seed_key = seed_key
+        self._seeds_drawn = 0
+        self._counters = Counters()
+        self._router = Router(policy, index, block_size)
+        self._requests = Requests(self._router, block_size, self._counters)
+        self._commands = Commands(command_deadline_s)
+        self._executor: Peer | None = None
+        self._executor_status: ExecutorStatus | None = None
+        self._text_requests: dict[tuple[Peer, str], int] = {}  # children that have not finished
+        self._was_ready = False
+        self._shutting_down: tuple[Peer | None, int] | None = None
+        self._now = 0.0
+        self._wall = 0.0
+        self._bus_counters: dict[str, float] = {}
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take the next event; return what is to be done, in order."""
+        if isinstance(event, Received):
+            effects = self._receive(event.peer, event.message)
+        elif isinstance(event, Posted):
+            effects = self._call(event.value)
+        elif isinstance(event, PeerUp):
+            effects = self._peer_up(event.peer)
+        elif isinstance(event, PeerDown):
+            effects = self._peer_down(event.peer)
+        elif isinstance(event, Drained):
+            self._now = event.now
+            return []
+        else:
+            effects = self._tick(event)
+        if self._is_ready() != self._was_ready:
+            self._was_ready = not self._was_ready
+            effects.append(self._status())
+        return effects
+
+    # Peers
+
+    def _peer_up(self, peer: Peer) -> list[Effect]:
+        if peer.role == "rank":
+            self._router.ranks[peer.index] = RankView()
+            self._requests.rank_up(peer)
+        elif peer.role == "executor":
+            self._executor = peer
+        return []
+
+    def _peer_down(self, peer: Peer) -> list[Effect]:
+        if peer.role == "rank":
+            self._router.ranks.pop(peer.index, None)
+            return [*self._requests.rank_down(peer), *self._commands.rank_lost(peer.index)]
+        if peer.role == "executor":
+            self._executor = self._executor_status = None
+            return []
+        self._commands.asker_lost(peer)
+        texts = [key for key in self._text_requests if key[0] == peer]
+        for key in texts:
+            del self._text_requests[key]
+        entries = self._requests.ledger.of_owner(peer)
+        return [*(AbortText(*key) for key in texts), *self._requests.abort(entries, wanted=False)]
+
+    def _tick(self, tick: Tick) -> list[Effect]:
+        self._now, self._wall, self._bus_counters = tick.now, tick.wall, tick.bus_counters
+        return [*self._commands.expire(tick.now), self._status()]
+
+    def _is_ready(self) -> bool:
+        return self._executor_status is not None and any(view.available for view in self._router.ranks.values())
+
+    def _status(self) -> StatusUpdate:
+        loads = {rank: view.load for rank, view in sorted(self._router.ranks.items()) if view.load is not None}
+        own = self._counters.snapshot() | {
+            "unfinished_requests": len(self._requests.ledger),
+            "unfinished_text_requests": len(self._text_requests),
+        }
+        return StatusUpdate(self._is_ready(), loads, self._executor_status, self._bus_counters | own)
+
+    # Messages
+
+    def _receive(self, peer: Peer, message: Message) -> list[Effect]:
+        if isinstance(message, Outputs):
+            return self._requests.outputs(peer.index, message)
+        if isinstance(message, Load):
+            self._router.ranks[peer.index].see_load(message)
+        elif isinstance(message, KvEvents):
+            self._router.ranks[peer.index].see_kv_events(message)
+        elif isinstance(message, ExecutorStatus):
+            self._executor_status = message
+        elif isinstance(message, Reply):
+            return self._commands.replied(peer.index, message)
+        elif isinstance(message, Generate):
+            return self._generate(peer, message)
+        elif isinstance(message, Abort):
+            return self._abort(peer, message)
+        elif isinstance(message, CommandRequest):
+            return self._command((peer, message.command_id), message)
+        elif isinstance(message, Append | EndTurn):
+            sentence = "sessions are not supported by this scheduler; send the whole conversation with Generate"
+            return [Send(peer, Error(code="unsupported", message=sentence, request_id=message.request_id))]
+        elif isinstance(message, Error):
+            self._counters.add(f"errors_received/{peer.role}")
+            if message.command_id and peer.role == "rank":
+                return self._commands.failed(peer.index, message)
+        return []
+
+    def _generate(self, peer: Peer, request: Generate) -> list[Effect]:
+        try:
+            self._check_new(peer, request)
+            if request.text_output or request.prompt_token_ids is None:
+                self._text_requests[peer, request.request_id] = max(request.params.n, 1)
+                return [RenderText(peer, request)]
+            tokens = request.prompt_token_ids
+            prompt = check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits)
+            seed = self._draw_seed() if request.params.seed is None else request.params.seed
+            samplings = [
+                sampling_for(request.params, len(prompt), self._limits, self._child_seed(seed, index))
+                for index in range(max(request.params.n, 1))
+            ]
+            return self._requests.add(
+                peer,
+                request.request_id,
+                pack_ints(prompt),
+                samplings,
+                self._wall,
+                request.priority,
+                request.cache_salt,
+                request.rank,
+            )
+        except BadRequest as error:
+            code, sentence = "invalid", str(error)
+        except Unroutable as error:
+            code, sentence = "unavailable", str(error)
+        self._counters.add(f"requests_refused/{code}")
+        return [Send(peer, Error(code=code, message=sentence, request_id=request.request_id))]
+
+    def _check_new(self, peer: Peer, request: Generate) -> None:
+        if not request.request_id:
+            raise BadRequest("request_id is empty; give each request an id of its own")
+        key = (peer, request.request_id)
+        if key in self._text_requests or self._requests.ledger.of_request(*key):
+            raise BadRequest(f"request_id {request.request_id} is in use; wait for its Finished, or choose another")
+        prompts = [request.text, request.messages, request.prompt_token_ids]
+        if sum(prompt is not None for prompt in prompts) != 1:
+            raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
+        if request.resumable:
+            raise BadRequest("sessions (resumable) are not supported by this scheduler")
+        if not self._is_ready():
+            raise Unroutable("the engine is not ready: it needs an executor and a rank; try again soon")
+
+    def _abort(self, peer: Peer, abort: Abort) -> list[Effect]:
+        if (peer, abort.request_id) in self._text_requests:
+            return [AbortText(peer, abort.request_id)]
+        entries = self._requests.ledger.of_request(peer, abort.request_id)
+        if not entries:
+            sentence = f"request_id {abort.request_id} is not an unfinished request of yours"
+            return [Send(peer, Error(code="unknown_request", message=sentence, request_id=abort.request_id))]
+        return self._requests.abort(entries, wanted=True)
+
+    # Commands
+
+    def _command(self, asker: tuple[Peer | None, int], request: CommandRequest | CommandCall) -> list[Effect]:
+        if isinstance(request, CommandRequest) and request.command_id < 1:
+            return [answer(asker, error=f"command_id {request.command_id} is not allowed; it must be 1 or more")]
+        if isinstance(request.body, Shutdown):
+            return self._shut_down(asker)
+        return self._commands.ask(
+            asker, request.body, request.deadline_s, request.ranks, self._requests.ranks, self._now
+        )
+
+    def _shut_down(self, asker: tuple[Peer | None, int]) -> list[Effect]:
+        """End the ranks, then the executor, then this process; other frontends are not this one's to end."""
+        down = CommandRequest(command_id=2**62, body=Shutdown())
+        peers = [self._requests.ranks[rank] for rank in sorted(self._requests.ranks)]
+        if self._executor is not None:
+            peers.append(self._executor)
+        return [*(Send(peer, down) for peer in peers), answer(asker, value=True), Stop("a Shutdown command")]
+
+    # Calls over the seam
+
+    def _call(self, call: Call) -> list[Effect]:
+        if isinstance(call, AddCall):
+            return self._add(call)
+        if isinstance(call, AbortCall):
+            entries = [entry for name in call.request_ids for entry in self._requests.ledger.of_request(None, name)]
+            return self._requests.abort(entries, wanted=False)
+        if isinstance(call, CommandCall):
+            return self._command((None, call.call_id), call)
+        return self._text(call)
+
+    def _text(self, call: TextOutput | TextRefused) -> list[Effect]:
+        request_id = call.request_id if isinstance(call, TextRefused) else call.message.request_id
+        key = (call.peer, request_id)
+        if key not in self._text_requests:
+            return []  # the client is gone
+        if isinstance(call, TextRefused):
+            del self._text_requests[key]
+            self._counters.add(f"requests_refused/{call.code}")
+            return [Send(call.peer, Error(code=call.code, message=call.message, request_id=request_id))]
+        if isinstance(call.message, Finished):
+            self._text_requests[key] -= 1
+            if not self._text_requests[key]:
+                del self._text_requests[key]
+        return [Send(call.peer, call.message)]
+
+    def _add(self, call: AddCall) -> list[Effect]:
+        try:
+            return self._requests.add(
+                None,
+                call.request_id,
+                call.prompt_token_ids,
+                [call.sampling],
+                call.arrival_time,
+                call.priority,
+                call.cache_salt,
+                call.rank,
+            )
+        except Unroutable as error:
+            self._counters.add("requests_refused/unavailable")
+            ended = RequestEnded(handle=0, reason="error", code="unavailable", message=str(error))
+            return [Deliver(call.rank or 0, [Delivery(call.request_id, memoryview(b""), None, None, ended)])]
+
+    # Seeds
+
+    def _draw_seed(self) -> int:
+        self._seeds_drawn += 1
+        data = self._seed_key + self._seeds_drawn.to_bytes(8, "little")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+    @staticmethod
+    def _child_seed(seed: int, index: int) -> int:
+        """Children of a seeded request draw from consecutive seeds, as in vLLM's ParentRequest."""
+        return (seed + index) % 2**63

@@ -1,0 +1,104 @@
+"""The requests this frontend answers for: whose they are, where they run, and what their clients have been sent."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bus.core import Peer
+from bus.messages import Ints, Sampling
+
+MAX_HANDLE = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Entry:
+    """One unfinished sequence. `owner` is the client it is for, or None for the HTTP side.
+
+    `index` is its number among the children of `request_id`. `output` holds the tokens sent so far, as raw int32.
+    `wanted` turns false when nobody waits for it any more and only the rank's confirmation is awaited.
+    """
+
+    handle: int
+    owner: Peer | None
+    request_id: str
+    index: int
+    rank: int
+    prompt_token_ids: Ints
+    sampling: Sampling
+    cached_tokens: int = 0
+    wanted: bool = True
+    output: bytearray = field(default_factory=bytearray)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt_token_ids.nbytes // 4
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output) // 4
+
+
+Key = tuple[Peer | None, str]
+"""Who asked, and the id it gave: a request, with all its children."""
+
+
+class Ledger:
+    """Owns the entries, by handle and by request."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._requests: dict[Key, list[int]] = {}
+        self._next_handle = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def new_handle(self) -> int:
+        """A handle no unfinished request has."""
+        while self._next_handle in self._entries:
+            self._advance()
+        handle = self._next_handle
+        self._advance()
+        return handle
+
+    def add(self, entry: Entry) -> None:
+        """Remember a sequence from now on."""
+        self._entries[entry.handle] = entry
+        self._requests.setdefault((entry.owner, entry.request_id), []).append(entry.handle)
+
+    def get(self, handle: int) -> Entry | None:
+        """The sequence with this handle, if it is unfinished."""
+        return self._entries.get(handle)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget a sequence: it has ended."""
+        del self._entries[entry.handle]
+        key = (entry.owner, entry.request_id)
+        handles = self._requests[key]
+        handles.remove(entry.handle)
+        if not handles:
+            del self._requests[key]
+
+    def of_request(self, owner: Peer | None, request_id: str) -> list[Entry]:
+        """The unfinished sequences of a request, in the order they were added; empty if it is unknown."""
+        return [self._entries[handle] for handle in self._requests.get((owner, request_id), ())]
+
+    def of_owner(self, owner: Peer) -> list[Entry]:
+        """The unfinished sequences of a client."""
+        return [entry for entry in self._entries.values() if entry.owner == owner]
+
+    def of_rank(self, rank: int) -> list[Entry]:
+        """The unfinished sequences on a rank."""
+        return [entry for entry in self._entries.values() if entry.rank == rank]
+
+    def _advance(self) -> None:
+        self._next_handle = self._next_handle % MAX_HANDLE + 1
+
+
+def split_by_counts(tokens: Ints, counts: "np.ndarray | None", count: int) -> list[Ints]:
+    """One view per sequence of the tokens of all of them; `counts` None means one each."""
+    view = tokens.cast("B")
+    if counts is None:
+        return [view[4 * i : 4 * i + 4] for i in range(count)]
+    ends = np.cumsum(counts) * 4
+    return [view[end - 4 * n : end] for end, n in zip(ends.tolist(), counts.tolist(), strict=True)]

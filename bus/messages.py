@@ -97,13 +97,14 @@ class Goodbye(Message, frozen=True, kw_only=True):
 class Error(Message, frozen=True, kw_only=True):
     """Something that was sent could not be served. `message` is a sentence for people, `code` a word for programs.
 
-    `request_id` or `command_id` name what it answers, where that could be read from the frame.
+    `request_id`, `command_id` or `step` name what it answers, where that could be read from the frame.
     """
 
     code: str
     message: str
     request_id: str = ""
     command_id: int = 0
+    step: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -662,6 +663,11 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     `new`, `resumed`, `continued` set rows up; then `rows` [n] run `num_tokens` [n] tokens each (left out: one each),
     after `block_ids` [m] were appended to the block tables of `block_rows` [m], in order. `more` says that this rank
     expects to send another right after it has this one's result.
+
+    At least one row runs, and `step` grows from schedule to schedule. Answered by the `StepResult` with the same
+    `step`, or by an `Error` with code ``schedule_refused`` and that `step`: then nothing of it was run and all rows of
+    the rank are void, so that what is to run on has to be set up again (`ResumeRow`). Steps sent before it are not
+    affected and have their results; a step sent after it that names a void row is refused as well.
     """
 
     step: int

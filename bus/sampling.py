@@ -9,8 +9,8 @@ def fault_of(sampling: Sampling, vocab_size: int) -> str:
     """What is wrong with `sampling` for a model of `vocab_size` tokens, in a sentence; empty if nothing is."""
     holds = {
         "seed": -(2**63) <= sampling.seed < 2**64,
-        "max_tokens": 1 <= sampling.max_tokens,
-        "min_tokens": 0 <= sampling.min_tokens,
+        "max_tokens": sampling.max_tokens >= 1,
+        "min_tokens": sampling.min_tokens >= 0,
         "temperature": 0 <= sampling.temperature < math.inf,
         "top_k": 0 <= sampling.top_k < 2**31,
         "top_p": 0 < sampling.top_p <= 1,

@@ -101,12 +101,18 @@ class Merger:
         if not 0 <= num_output_tokens < tokens.size:
             raise Refused(f"row {item.row}: {num_output_tokens} of {tokens.size} tokens cannot be output")
         if not 0 <= item.num_computed_tokens < tokens.size:
-            raise Refused(f"row {item.row}: {item.num_computed_tokens} of {tokens.size} tokens cannot be computed already")
+            raise Refused(
+                f"row {item.row}: {item.num_computed_tokens} of {tokens.size} tokens cannot be computed already"
+            )
         if tokens.size > self._limits.max_model_len:
-            raise Refused(f"row {item.row}: {tokens.size} tokens are more than max_model_len {self._limits.max_model_len}")
+            raise Refused(
+                f"row {item.row}: {tokens.size} tokens are more than max_model_len {self._limits.max_model_len}"
+            )
         self._check_blocks(rank, blocks)
         if blocks.size > self._rows.most_blocks:
-            raise Refused(f"row {item.row}: {blocks.size} blocks are more than the {self._rows.most_blocks} a row can use")
+            raise Refused(
+                f"row {item.row}: {blocks.size} blocks are more than the {self._rows.most_blocks} a row can use"
+            )
         self._check_sampling(item)
         self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks)
         return RowSetup(row, 0, tokens, tokens.size - num_output_tokens, item.sampling)
@@ -119,11 +125,9 @@ class Merger:
         tokens = self._tokens(item.token_ids, item.row)
         if not 0 <= item.drop <= length:
             raise Refused(f"row {item.row} has {length} tokens, {item.drop} cannot be dropped")
-        base = length - item.drop
-        if base + tokens.size > self._limits.max_model_len:
-            raise Refused(
-                f"row {item.row}: {base} + {tokens.size} tokens are more than max_model_len {self._limits.max_model_len}"
-            )
+        base, most = length - item.drop, self._limits.max_model_len
+        if base + tokens.size > most:
+            raise Refused(f"row {item.row}: {base} + {tokens.size} tokens are more than max_model_len {most}")
         self._check_sampling(item)
         self._rows.rewrite(row, base, base + tokens.size)
         return RowSetup(row, base, tokens, base + tokens.size, item.sampling)
@@ -131,8 +135,6 @@ class Merger:
     def _append_blocks(self, rank: int, schedule: PartialSchedule) -> None:
         rows = unpack_ints(schedule.block_rows)
         blocks = unpack_ints(schedule.block_ids)
-        if rows.size != blocks.size:
-            raise Refused(f"{blocks.size} blocks are appended to {rows.size} rows")
         if rows.size == 0:
             return
         self._check_rows(rows)
@@ -156,8 +158,6 @@ class Merger:
         if times.max() > 1:
             raise Refused(f"row {times.argmax()} runs twice")
         num_tokens = unpack_ints(schedule.num_tokens) if schedule.num_tokens.nbytes else np.ones_like(local)
-        if num_tokens.size != local.size:
-            raise Refused(f"{local.size} rows run but there are {num_tokens.size} token counts")
         # Each is positive and their int64 sum is small, so nothing below overflows.
         if num_tokens.min() < 1:
             raise Refused(f"row {local[num_tokens.argmin()]} runs {num_tokens.min()} tokens; it must be at least 1")
@@ -168,7 +168,9 @@ class Merger:
         ends = self._rows.positions[rows] + num_tokens
         too_far = ends > np.minimum(lengths, self._limits.max_model_len)
         if too_far.any():
-            self._refuse_too_far(int(local[too_far.argmax()]), int(lengths[too_far.argmax()]), int(ends[too_far.argmax()]))
+            self._refuse_too_far(
+                int(local[too_far.argmax()]), int(lengths[too_far.argmax()]), int(ends[too_far.argmax()])
+            )
         uncovered = ends > self._rows.num_blocks[rows] * self._rows.block_size
         if uncovered.any():
             raise Refused(f"row {local[uncovered.argmax()]} has no block for position {ends[uncovered.argmax()] - 1}")

@@ -27,7 +27,7 @@ class Rows:
     @property
     def most_blocks(self) -> int:
         """Blocks that the longest possible row has."""
-        return self.block_tables.shape[1]
+        return int(self.block_tables.shape[1])
 
     def void(self, rank: int) -> None:
         """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""

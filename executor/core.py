@@ -1,0 +1,301 @@
+"""The executor's core: when a step runs and with whom, and what each rank is told. The model runs behind `RunStep`."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bus.config import Config
+from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
+from bus.counters import Counters
+from bus.log import get_logger
+from bus.messages import (
+    CommandRequest,
+    Error,
+    ExecutorStatus,
+    KvPool,
+    Message,
+    PartialSchedule,
+    Reply,
+    Shutdown,
+)
+from executor.merge import Limits, Merger, Part, Refused
+from executor.rows import Rows
+from executor.split import split
+from executor.step import MergedStep, SampledStep
+
+log = get_logger()
+
+STATUS_INTERVAL_S = 1.0
+
+
+class RunStep(NamedTuple):
+    """Effect: give a step to the device. Steps are numbered from 1 and run in the order in which they are given."""
+
+    number: int
+    step: MergedStep
+
+
+class StepDone(NamedTuple):
+    """Posted: the device has finished a step, which kept it busy for `device_s`."""
+
+    number: int
+    sampled: SampledStep
+    device_s: float
+
+
+class DeviceFailed(NamedTuple):
+    """Posted: the device cannot go on."""
+
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One start of a rank that is up.
+
+    `awaited` says that its next schedule is expected: its last one said more, it has all results, and nothing is
+    pending. `awaited_since` is the time of that, infinite until the clock is next read, and `work_left` the newest
+    step the device had then: a rank is on time if it answers before the device is through with that, or within the
+    window.
+    """
+
+    peer: Peer
+    pending: deque[PartialSchedule] = field(default_factory=deque)
+    in_flight: int = 0
+    last_step: int = 0
+    more: bool = False
+    awaited: bool = False
+    awaited_since: float = math.inf
+    work_left: int = 0
+    answered: bool = False
+    late: bool = False
+
+
+class _InFlight(NamedTuple):
+    """A step the device has not finished. `owners` [parts] took part in it; they may be gone by now."""
+
+    number: int
+    owners: list[_Rank]
+    parts: list[Part]
+
+
+class ExecutorCore:
+    """Holds the ranks' schedules, decides when they become a step, and gives each rank what the step drew for it.
+
+    A step runs when the device has room and no rank is worth waiting for. While the device is busy, waiting costs
+    nothing; when it is idle, it waits until `batching_window_ms` after the last result went out. Only ranks that said
+    more is coming are waited for, and none that was missed, until it is on time again.
+    """
+
+    def __init__(self, config: Config, model: str, limits: Limits, counters: Counters) -> None:
+        """`model` is the name that is served; what is counted goes to `counters`, the bus's own among them."""
+        self._model = model
+        self._limits = limits
+        self._block_size = config.block_size
+        self._depth = config.async_depth
+        self._window_s = config.batching_window_ms / 1000
+        self._counters = counters
+        self._rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size)
+        self._merger = Merger(self._rows, limits)
+        self._ranks: list[_Rank | None] = [None] * config.ranks
+        self._frontends: dict[int, Peer] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_number = 0
+        self._could_run_since: float | None = None
+        self._next_status = float("-inf")
+
+    def handle(self, event: Event) -> Iterable[Effect]:
+        """See `bus.core.Core`."""
+        match event:
+            case Drained(now):
+                return self._schedule(now)
+            case Posted(StepDone() as done):
+                return self._finish_step(done)
+            case Received(peer, message):
+                return self._receive(peer, message)
+            case Tick(now):
+                return [*self._schedule(now), *self._report(now)]
+            case PeerUp(peer):
+                return self._welcome(peer)
+            case PeerDown(peer):
+                return self._forget(peer)
+            case Posted(DeviceFailed(reason)):
+                return [Stop(f"the device failed: {reason}")]
+        raise TypeError(f"not an event of the executor: {event!r}")
+
+    # Who is there
+
+    def _welcome(self, peer: Peer) -> list[Effect]:
+        if peer.role == "frontend":
+            self._frontends[peer.index] = peer
+            return [Send(peer, self._status())]
+        self._rows.void(peer.index)
+        self._ranks[peer.index] = _Rank(peer)
+        pool = KvPool(
+            num_blocks=self._limits.blocks_of_rank[peer.index],
+            block_size=self._block_size,
+            max_model_len=self._limits.max_model_len,
+            vocab_size=self._limits.vocab_size,
+        )
+        return [Send(peer, pool)]
+
+    def _forget(self, peer: Peer) -> list[Effect]:
+        if peer.role == "frontend":
+            if self._frontends.get(peer.index) == peer:
+                del self._frontends[peer.index]
+            return []
+        rank = self._ranks[peer.index]
+        if rank is not None and rank.peer == peer:
+            self._counters.add("executor_dropped_schedules", len(rank.pending))
+            self._rows.void(peer.index)
+            self._ranks[peer.index] = None
+        return []
+
+    def _receive(self, peer: Peer, message: Message) -> list[Effect]:
+        match message:
+            case PartialSchedule():
+                return self._hold(peer, message)
+            case CommandRequest(command_id=command_id, body=Shutdown()):
+                return [Send(peer, Reply(command_id=command_id, value=True)), Stop("it was told to shut down")]
+            case CommandRequest(command_id=command_id, body=body):
+                sentence = f"{type(body).__name__} is a command for ranks; the executor takes Shutdown only"
+                return [Send(peer, Error(code="not_for_executor", message=sentence, command_id=command_id))]
+            case Error():
+                log.warning("a peer refused a message", peer=str(peer), code=message.code, detail=message.message)
+                return []
+        sentence = f"{type(message).__name__} is not for the executor; ranks take it"
+        return [Send(peer, Error(code="not_for_executor", message=sentence))]
+
+    # When a step runs
+
+    def _hold(self, peer: Peer, schedule: PartialSchedule) -> list[Effect]:
+        rank = self._ranks[peer.index]
+        if rank is None or rank.peer != peer:
+            return []
+        if schedule.step <= rank.last_step:
+            return self._refuse(rank, [schedule], f"its number must be larger than that of the last, {rank.last_step}")
+        rank.last_step = schedule.step
+        if len(rank.pending) + rank.in_flight >= self._depth:
+            refused = [*rank.pending, schedule]
+            rank.pending.clear()
+            return self._refuse(rank, refused, f"a rank may have {self._depth} without result")
+        rank.pending.append(schedule)
+        rank.more = schedule.more
+        rank.answered = rank.awaited
+        rank.awaited = False
+        return []
+
+    def _schedule(self, now: float) -> list[Effect]:
+        """Run what should run now; ask to be woken when time alone would change the answer."""
+        effects: list[Effect] = []
+        self._read_clock(now)
+        while len(self._in_flight) < self._depth:
+            present = [rank for rank in self._ranks if rank and rank.pending]
+            if not present:
+                self._could_run_since = None
+                break
+            if self._could_run_since is None:
+                self._could_run_since = now
+            awaited = [rank for rank in self._ranks if rank and rank.awaited and not rank.late]
+            if awaited and self._in_flight:
+                break
+            until = max((rank.awaited_since for rank in awaited), default=now) + self._window_s
+            if awaited and now < until:
+                effects.append(WakeAt(until))
+                break
+            for rank in awaited:
+                rank.late = True
+                self._counters.add(f"executor_missed_ranks/{rank.peer.index}")
+            self._counters.add("executor_merge_wait_seconds", now - self._could_run_since)
+            self._could_run_since = None
+            effects += self._run(present)
+        return effects
+
+    def _read_clock(self, now: float) -> None:
+        """Give a time to what has happened since the clock was last read."""
+        for rank in self._ranks:
+            if rank is None:
+                continue
+            if rank.answered:
+                busy = bool(self._in_flight) and self._in_flight[0].number <= rank.work_left
+                rank.late = not busy and now - rank.awaited_since > self._window_s
+                rank.answered = False
+            if rank.awaited and rank.awaited_since == math.inf:
+                rank.awaited_since = now
+
+    def _run(self, present: list[_Rank]) -> list[Effect]:
+        """Make a step of the first schedule of each rank in `present`."""
+        effects: list[Effect] = []
+        owners: list[_Rank] = []
+        parts: list[Part] = []
+        for rank in present:
+            schedule = rank.pending.popleft()
+            try:
+                part = self._merger.apply(rank.peer.index, schedule)
+            except Refused as refused:
+                effects += self._refuse(rank, [schedule], str(refused))
+                continue
+            rank.in_flight += 1
+            owners.append(rank)
+            parts.append(part)
+        if not parts:
+            return effects
+        step = self._merger.merge(parts)
+        self._last_number += 1
+        self._in_flight.append(_InFlight(self._last_number, owners, parts))
+        self._counters.add("executor_steps")
+        self._counters.add("executor_sequences", step.rows.size)
+        self._counters.add("executor_tokens", int(step.num_tokens.sum()))
+        return [*effects, RunStep(self._last_number, step)]
+
+    def _refuse(self, rank: _Rank, schedules: list[PartialSchedule], sentence: str) -> list[Effect]:
+        """Answer schedules that are not run. What the rank thinks its rows are is no longer so: they are void."""
+        self._rows.void(rank.peer.index)
+        self._counters.add("executor_refused_schedules", len(schedules))
+        effects: list[Effect] = []
+        for schedule in schedules:
+            text = f"schedule {schedule.step} was not run: {sentence}"
+            log.error("schedule refused", step=schedule.step, peer=str(rank.peer), detail=sentence)
+            effects.append(Send(rank.peer, Error(code="schedule_refused", message=text, step=schedule.step)))
+        return effects
+
+    # What a step gave
+
+    def _finish_step(self, done: StepDone) -> list[Effect]:
+        number, owners, parts = self._in_flight.popleft()
+        if done.number != number:
+            raise RuntimeError(f"the device finished step {done.number}; step {number} was to come first")
+        effects: list[Effect] = []
+        results = split(parts, done.sampled, self._limits.max_num_seqs)
+        for rank, result in zip(owners, results, strict=True):
+            rank.in_flight -= 1
+            if self._ranks[rank.peer.index] is not rank:
+                self._counters.add("executor_dropped_results")
+                continue
+            effects.append(Send(rank.peer, result))
+            if rank.more and not rank.pending:
+                rank.awaited, rank.awaited_since, rank.work_left = True, math.inf, self._last_number
+        self._counters.add("executor_sampled_tokens", int((done.sampled.tokens >= 0).sum()))
+        self._counters.add("executor_nan_rows", int((done.sampled.tokens == -2).sum()))
+        self._counters.add("executor_device_seconds", done.device_s)
+        return effects
+
+    # How it does
+
+    def _report(self, now: float) -> list[Effect]:
+        if now < self._next_status:
+            return []
+        self._next_status = now + STATUS_INTERVAL_S
+        status = self._status()
+        return [Send(peer, status) for peer in self._frontends.values()]
+
+    def _status(self) -> ExecutorStatus:
+        return ExecutorStatus(
+            model=self._model,
+            max_model_len=self._limits.max_model_len,
+            num_blocks=sum(self._limits.blocks_of_rank),
+            block_size=self._block_size,
+            counters=self._counters.snapshot(),
+        )

@@ -1,0 +1,365 @@
+"""Rows, merge and split against a plain model: what a rank thinks its rows hold is what the device computes with."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.messages import ContinueRow, NewRow, PartialSchedule, ResumeRow, Sampling
+from bus.wire import pack_ints, unpack_floats, unpack_ints
+from executor.merge import Limits, Merger, Part, Refused
+from executor.rows import Rows
+from executor.split import split
+from executor.step import MergedStep, SampledStep
+
+RANKS, ROWS, MAX_LEN, BLOCK, VOCAB, BATCHED = 3, 4, 40, 8, 50, 30
+LIMITS = Limits(ROWS, BATCHED, MAX_LEN, VOCAB, blocks_of_rank=[24, 23, 22])
+SAMPLING = Sampling(seed=1, max_tokens=100)
+
+
+def merger() -> Merger:
+    return Merger(Rows(RANKS, ROWS, MAX_LEN, BLOCK), LIMITS)
+
+
+def drawn(row: int, position: int) -> int:
+    """The token the test's device draws for a position of a global row."""
+    return (7 * row + 3 * position) % VOCAB
+
+
+@dataclass
+class RankRow:
+    """A row as its rank sees it. A drawn token is known to the rank at once: it knows the device's rule."""
+
+    tokens: list[int]
+    output_from: int
+    computed: int
+    blocks: list[int]
+
+
+@dataclass
+class RankModel:
+    """One rank: what its rows hold by the meaning of the messages, and how it makes schedules that are right."""
+
+    rank: int
+    rows: dict[int, RankRow] = field(default_factory=dict)
+    step: int = 0
+
+    def schedule(self, data: st.DataObject) -> PartialSchedule:
+        draw = data.draw
+        self.step += 1
+        new, resumed, continued = [], [], []
+        touched: set[int] = set()
+        for row in draw(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=2)):
+            tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_LEN - 4))
+            computed = draw(st.integers(0, len(tokens) - 1))
+            output = draw(st.integers(0, len(tokens) - 1))
+            blocks = self.draw_blocks(data, computed)
+            if row in self.rows and draw(st.booleans()):
+                held = self.rows[row]
+                drop = draw(st.integers(0, min(2, len(held.tokens) - 1)))
+                tokens = tokens[: MAX_LEN - len(held.tokens) + drop]
+                if not tokens:
+                    continue
+                continued.append(ContinueRow(row=row, token_ids=pack_ints(tokens), drop=drop, sampling=SAMPLING))
+                held.tokens = held.tokens[: len(held.tokens) - drop]
+                held.computed = min(held.computed, len(held.tokens))
+                held.tokens += tokens
+                held.output_from = len(held.tokens)
+            elif draw(st.booleans()):
+                new.append(
+                    NewRow(
+                        row=row,
+                        request_id="r",
+                        prompt_token_ids=pack_ints(tokens),
+                        block_ids=pack_ints(blocks),
+                        sampling=SAMPLING,
+                        num_computed_tokens=computed,
+                    )
+                )
+                self.rows[row] = RankRow(tokens, len(tokens), computed, blocks)
+            else:
+                resumed.append(
+                    ResumeRow(
+                        row=row,
+                        request_id="r",
+                        token_ids=pack_ints(tokens),
+                        num_output_tokens=output,
+                        block_ids=pack_ints(blocks),
+                        sampling=SAMPLING,
+                        num_computed_tokens=computed,
+                    )
+                )
+                self.rows[row] = RankRow(tokens, len(tokens) - output, computed, blocks)
+            touched.add(row)
+        runnable = [row for row, held in self.rows.items() if held.computed < min(len(held.tokens), MAX_LEN)]
+        if not runnable:
+            return PartialSchedule(step=self.step, rows=pack_ints([]), new=new, resumed=resumed, continued=continued)
+        rows = draw(st.lists(st.sampled_from(runnable), unique=True, min_size=1))
+        counts, block_rows, block_ids = [], [], []
+        for row in rows:
+            held = self.rows[row]
+            most = min(len(held.tokens), MAX_LEN) - held.computed
+            counts.append(draw(st.integers(1, min(most, BATCHED // len(rows)))))
+            while len(held.blocks) * BLOCK < held.computed + counts[-1]:
+                block = draw(st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1))
+                block_rows.append(row)
+                block_ids.append(block)
+                held.blocks.append(block)
+        return PartialSchedule(
+            step=self.step,
+            rows=pack_ints(rows),
+            num_tokens=pack_ints([]) if set(counts) == {1} else pack_ints(counts),
+            block_rows=pack_ints(block_rows),
+            block_ids=pack_ints(block_ids),
+            new=new,
+            resumed=resumed,
+            continued=continued,
+        )
+
+    def draw_blocks(self, data: st.DataObject, computed: int) -> list[int]:
+        count = -(-computed // BLOCK) + data.draw(st.integers(0, 1))
+        block = st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1)
+        return data.draw(st.lists(block, min_size=count, max_size=count))
+
+    def expect(self, schedule: PartialSchedule) -> list[tuple[int, list[int], int, bool, list[int]]]:
+        """What the device should see: (row, tokens that run, first position, samples, blocks up to the last one)."""
+        seen = []
+        rows = unpack_ints(schedule.rows).tolist()
+        for row, count in zip(rows, unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows), strict=True):
+            held = self.rows[row]
+            first, end = held.computed, held.computed + count
+            samples = end == len(held.tokens)
+            seen.append((row, held.tokens[first:end], first, samples, held.blocks[: -(-end // BLOCK)]))
+            held.computed = end
+            if samples:
+                held.tokens.append(drawn(self.rank * ROWS + row, end))
+        return seen
+
+
+class DeviceModel:
+    """Keeps each row's history from the merged steps alone."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, dict[int, int]] = {}
+
+    def run(self, step: MergedStep) -> tuple[list[list[int]], SampledStep]:
+        for setup in step.setups:
+            if setup.start == 0:
+                self.history[setup.row] = {}
+            self.history[setup.row].update(enumerate(setup.tokens.tolist(), setup.start))
+        ran, tokens = [], []
+        for row, first, count, samples in zip(step.rows, step.positions, step.num_tokens, step.samples, strict=True):
+            ran.append([self.history[row][position] for position in range(first, first + count)])
+            token = drawn(row, first + count) if samples else -1
+            if samples:
+                self.history[row][first + count] = token
+            tokens.append(token)
+        return ran, SampledStep(np.array(tokens, np.int32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) -> None:
+    subject, device = merger(), DeviceModel()
+    ranks = [RankModel(rank) for rank in range(RANKS)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        parts: list[Part] = []
+        expected: list[tuple[int, int, list[int], int, bool, list[int]]] = []
+        for model in ranks:
+            if not data.draw(st.booleans()):
+                continue
+            schedule = model.schedule(data)
+            if not schedule.rows.nbytes:
+                with pytest.raises(Refused, match="no row runs"):
+                    subject.apply(model.rank, schedule)
+                model.rows.clear()
+                continue
+            parts.append(subject.apply(model.rank, schedule))
+            expected += [(model.rank, *item) for item in model.expect(schedule)]
+        if not parts:
+            continue
+        step = subject.merge(parts)
+        ran, sampled = device.run(step)
+        assert step.ranks.tolist() == [item[0] for item in expected]
+        assert step.rows.tolist() == [item[0] * ROWS + item[1] for item in expected]
+        assert ran == [item[2] for item in expected]
+        assert step.positions.tolist() == [item[3] for item in expected]
+        assert step.samples.tolist() == [item[4] for item in expected]
+        widest = max(len(item[5]) for item in expected)
+        assert step.block_tables.tolist() == [item[5] + [0] * (widest - len(item[5])) for item in expected]
+        for array in (step.ranks, step.rows, step.positions, step.num_tokens, step.block_tables):
+            assert array.dtype == np.int32
+        results = split(parts, sampled, ROWS)
+        assert [token for result in results for token in unpack_ints(result.tokens)] == sampled.tokens.tolist()
+        assert [result.tokens.nbytes // 4 for result in results] == [part.rows.size for part in parts]
+
+
+def new_row(
+    row: int = 0, prompt: list[int] | None = None, blocks: list[int] | None = None, **changes: object
+) -> NewRow:
+    values = {
+        "row": row,
+        "request_id": "r",
+        "prompt_token_ids": pack_ints([1, 2, 3] if prompt is None else prompt),
+        "block_ids": pack_ints([0] if blocks is None else blocks),
+        "sampling": SAMPLING,
+    } | changes
+    return NewRow(**values)  # type: ignore[arg-type]
+
+
+def partial(step: int = 1, rows: list[int] | None = None, **changes: object) -> PartialSchedule:
+    return PartialSchedule(step=step, rows=pack_ints([0] if rows is None else rows), **changes)  # type: ignore[arg-type]
+
+
+THREE = pack_ints([3])
+RESUMED = ResumeRow(
+    row=0, request_id="r", token_ids=THREE, num_output_tokens=1, block_ids=pack_ints([0]), sampling=SAMPLING
+)
+
+REFUSED = {
+    "no row runs": partial(rows=[]),
+    "row 4 does not exist; rows are 0 to 3": partial(rows=[4]),
+    "row -1 does not exist": partial(rows=[0, -1]),
+    "row 9223372036854775807 does not exist": partial(new=[new_row(row=2**63 - 1)]),
+    "row 1 runs twice": partial(rows=[1, 0, 1], new=[new_row(0), new_row(1)]),
+    "row 2 is set up twice": partial(new=[new_row(2), new_row(2)]),
+    "row 2 runs but was never set up": partial(rows=[0, 2], new=[new_row(0)]),
+    "row 0 has 3 tokens but would be computed up to 4": partial(new=[new_row()], num_tokens=pack_ints([4])),
+    "row 0 runs 0 tokens": partial(new=[new_row()], num_tokens=pack_ints([0])),
+    "row 0 runs -2147483648 tokens": partial(new=[new_row()], num_tokens=pack_ints([-(2**31)])),
+    "2147483647 tokens are more than max_num_batched_tokens 30": partial(
+        new=[new_row()], num_tokens=pack_ints([2**31 - 1])
+    ),
+    "row 0 has no block for position 0": partial(new=[new_row(blocks=[])]),
+    "row 0 has no block for position 8": partial(new=[new_row(prompt=[1] * 9)], num_tokens=pack_ints([9])),
+    "block 24 does not exist; blocks are 0 to 23": partial(new=[new_row(blocks=[24])]),
+    "block -1 does not exist": partial(new=[new_row()], block_rows=pack_ints([0]), block_ids=pack_ints([-1])),
+    "row 0: 6 blocks are more than the 5 a row can use": partial(new=[new_row(blocks=[0] * 6)]),
+    "row 0 gets more than the 5 blocks": partial(
+        new=[new_row()], block_rows=pack_ints([0] * 5), block_ids=pack_ints([1] * 5)
+    ),
+    "row 1 gets blocks but was never set up": partial(
+        new=[new_row()], block_rows=pack_ints([1]), block_ids=pack_ints([1])
+    ),
+    "row 5 does not exist": partial(new=[new_row()], block_rows=pack_ints([5]), block_ids=pack_ints([1])),
+    "row 0 gets no tokens": partial(new=[new_row(prompt=[])]),
+    "token 50 does not exist; tokens are 0 to 49": partial(new=[new_row(prompt=[1, 50])]),
+    "token -1 does not exist": partial(new=[new_row(prompt=[-1, 1])]),
+    "41 tokens are more than max_model_len 40": partial(new=[new_row(prompt=[1] * 41)]),
+    "3 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=3)]),
+    "-1 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=-1)]),
+    "1 of 1 tokens cannot be output": partial(resumed=[RESUMED]),
+    "row 0 is continued but was never set up": partial(
+        continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=SAMPLING)]
+    ),
+    "row 0: temperature nan is not allowed": partial(
+        new=[new_row(sampling=Sampling(seed=1, max_tokens=1, temperature=float("nan")))]
+    ),
+    "row 0: logit_bias names token 50": partial(
+        new=[new_row(sampling=Sampling(seed=1, max_tokens=1, logit_bias={50: 1.0}))]
+    ),
+}
+
+
+@pytest.mark.parametrize(("sentence", "schedule"), REFUSED.items(), ids=list(REFUSED))
+def test_a_schedule_that_cannot_be_run_is_refused_and_hurts_no_other_rank(
+    sentence: str, schedule: PartialSchedule
+) -> None:
+    subject = merger()
+    subject.apply(1, partial(new=[new_row()], num_tokens=THREE))
+    with pytest.raises(Refused) as refused:
+        subject.apply(0, schedule)
+    assert sentence in str(refused.value)
+    with pytest.raises(Refused, match="row 0 runs but was never set up"):
+        subject.apply(0, partial(step=2))
+    step = subject.merge([subject.apply(1, partial(step=2))])
+    assert (step.rows.tolist(), step.positions.tolist(), step.samples.tolist()) == ([ROWS], [3], [True])
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        (ContinueRow(row=0, token_ids=THREE, drop=5, sampling=SAMPLING), "row 0 has 4 tokens, 5 cannot be dropped"),
+        (ContinueRow(row=0, token_ids=THREE, drop=-1, sampling=SAMPLING), "-1 cannot be dropped"),
+        (
+            ContinueRow(row=0, token_ids=pack_ints([1] * 38), drop=1, sampling=SAMPLING),
+            "3 \\+ 38 tokens are more than max_model_len 40",
+        ),
+        (ContinueRow(row=0, token_ids=pack_ints([]), drop=1, sampling=SAMPLING), "row 0 gets no tokens"),
+    ],
+)
+def test_a_turn_that_does_not_fit_is_refused(item: ContinueRow, sentence: str) -> None:
+    subject = merger()
+    subject.apply(0, partial(new=[new_row()], num_tokens=THREE))
+    with pytest.raises(Refused, match=sentence):
+        subject.apply(0, partial(step=2, continued=[item]))
+
+
+def test_a_row_is_not_computed_past_max_model_len() -> None:
+    subject = merger()
+    full = new_row(prompt=[1] * MAX_LEN, blocks=[0, 1, 2, 3, 4], num_computed_tokens=MAX_LEN - 1)
+    assert subject.apply(0, partial(new=[full])).samples.tolist() == [True]
+    with pytest.raises(Refused, match="past max_model_len 40"):
+        subject.apply(0, partial(step=2))
+
+
+def test_logprobs_go_to_the_rank_and_row_they_are_of() -> None:
+    subject = merger()
+    parts = [
+        subject.apply(0, partial(step=7, rows=[3, 1], new=[new_row(3), new_row(1)], num_tokens=pack_ints([3, 3]))),
+        subject.apply(2, partial(step=9, rows=[2], new=[new_row(2)], num_tokens=THREE)),
+    ]
+    sampled = SampledStep(
+        tokens=np.array([5, -2, 6], np.int32),
+        logprobs={
+            2: (np.array([6, 8], np.int32), np.array([-0.5, -1.5], np.float32), 1),
+            0: (np.array([5], np.int32), np.array([-0.25], np.float32), 4),
+        },
+    )
+    first, second = split(parts, sampled, ROWS)
+    assert (first.step, unpack_ints(first.tokens).tolist()) == (7, [5, -2])
+    assert (second.step, unpack_ints(second.tokens).tolist()) == (9, [6])
+    assert [(item.owner, item.positions) for item in first.logprobs] == [(3, 1)]
+    assert unpack_ints(first.logprobs[0].ranks).tolist() == [4]
+    assert second.logprobs[0].owner == 2
+    assert unpack_ints(second.logprobs[0].token_ids).tolist() == [6, 8]
+    assert unpack_floats(second.logprobs[0].values).tolist() == [-0.5, -1.5]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_schedule_however_wrong_raises_anything_but_refused(data: st.DataObject) -> None:
+    number = st.one_of(st.integers(-2, 60), st.sampled_from([-(2**31), 2**31 - 1]))
+    ints = st.lists(number, max_size=8).map(pack_ints)
+    big = st.one_of(number, st.sampled_from([2**63, -(2**63), 2**64 - 1]))
+    rows = st.one_of(st.integers(0, ROWS - 1), big)
+    blocks = st.one_of(st.just([0, 1, 2, 3]).map(pack_ints), ints)
+    sampling = st.just(SAMPLING)
+    new = st.builds(
+        NewRow, row=rows, request_id=st.just(""), prompt_token_ids=ints, block_ids=blocks, sampling=sampling,
+        num_computed_tokens=big,
+    )  # fmt: skip
+    resumed = st.builds(
+        ResumeRow, row=rows, request_id=st.just(""), token_ids=ints, num_output_tokens=big, block_ids=blocks,
+        sampling=sampling, num_computed_tokens=big,
+    )  # fmt: skip
+    continued = st.builds(ContinueRow, row=rows, token_ids=ints, drop=big, sampling=sampling)
+    subject = merger()
+    for step in range(1, 5):
+        run = data.draw(st.lists(st.one_of(st.integers(0, ROWS - 1), number), max_size=4))
+        appended = data.draw(st.lists(st.tuples(number, number), max_size=8))
+        schedule = PartialSchedule(
+            step=step,
+            rows=pack_ints(run),
+            num_tokens=pack_ints(data.draw(st.one_of(st.just([]), st.just([1] * len(run))))),
+            block_rows=pack_ints([row for row, _ in appended]),
+            block_ids=pack_ints([block for _, block in appended]),
+            new=data.draw(st.lists(new, max_size=2)),
+            resumed=data.draw(st.lists(resumed, max_size=2)),
+            continued=data.draw(st.lists(continued, max_size=2)),
+        )
+        with suppress(Refused):
+            subject.merge([subject.apply(data.draw(st.integers(0, RANKS - 1)), schedule)])

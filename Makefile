@@ -1,0 +1,60 @@
+# make serve   set up what is missing and serve the embedded model     (ARGS="--port 9000" adds settings)
+# make test    set up what is missing and run the tests                (T=tests/bus runs some of them)
+# make lint    ruff and mypy
+# make clean   remove the virtual environment and what a run left in run/
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: serve test lint format clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+T ?= tests
+
+# Each stamp says that what it is named after is installed as its lock says.
+CPU := $(VENV)/stamp-cpu
+SELF := $(VENV)/stamp-self
+DEV := $(VENV)/stamp-dev
+
+serve: $(SELF)
+	@exec $(BIN)/rankbus serve $(ARGS)
+
+test: $(SELF) $(DEV)
+	@$(BIN)/python -m pytest $(T)
+
+lint: $(SELF) $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) run
+
+$(BIN)/python:
+	@for python in $${PYTHON:-} python3.11 python3.12 python3; do \
+	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then \
+	        echo "Making $(VENV) with $$($$python --version)"; \
+	        exec $$python -m venv $(VENV); \
+	    fi; \
+	done; \
+	echo "rankbus needs Python 3.11 or 3.12; name one with PYTHON=/path/to/python" >&2; exit 1
+
+$(CPU): requirements/cpu.lock | $(BIN)/python
+	@echo "Installing $< (about 2.7 GB; minutes the first time)"
+	@$(PIP) install --no-deps --requirement $<
+	@touch $@
+
+$(SELF): pyproject.toml $(CPU)
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): requirements/dev.lock $(CPU)
+	@echo "Installing $<"
+	@$(PIP) install --no-deps --requirement $<
+	@touch $@

@@ -64,7 +64,7 @@ class _Rank:
     peer: Peer
     pending: deque[PartialSchedule] = field(default_factory=deque)
     in_flight: int = 0
-    last_step: int = 0
+    last_step: int = -1
     more: bool = False
     awaited: bool = False
     awaited_since: float = math.inf
@@ -89,14 +89,15 @@ class ExecutorCore:
     more is coming are waited for, and none that was missed, until it is on time again.
     """
 
-    def __init__(self, config: Config, model: str, limits: Limits, counters: Counters) -> None:
-        """`model` is the name that is served; what is counted goes to `counters`, the bus's own among them."""
+    def __init__(self, config: Config, model: str, limits: Limits) -> None:
+        """`model` is the name that is served."""
         self._model = model
         self._limits = limits
         self._block_size = config.block_size
         self._depth = config.async_depth
         self._window_s = config.batching_window_ms / 1000
-        self._counters = counters
+        self._counters = Counters()
+        self._bus_counters: dict[str, float] = {}
         self._rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size)
         self._merger = Merger(self._rows, limits)
         self._ranks: list[_Rank | None] = [None] * config.ranks
@@ -115,7 +116,8 @@ class ExecutorCore:
                 return self._finish_step(done)
             case Received(peer, message):
                 return self._receive(peer, message)
-            case Tick(now):
+            case Tick(now, _, bus_counters):
+                self._bus_counters = bus_counters
                 return [*self._schedule(now), *self._report(now)]
             case PeerUp(peer):
                 return self._welcome(peer)
@@ -297,5 +299,5 @@ class ExecutorCore:
             max_model_len=self._limits.max_model_len,
             num_blocks=sum(self._limits.blocks_of_rank),
             block_size=self._block_size,
-            counters=self._counters.snapshot(),
+            counters=self._bus_counters | self._counters.snapshot(),
         )

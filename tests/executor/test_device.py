@@ -1,0 +1,72 @@
+"""The device's threads, with a runner that is a stand-in for a model."""
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+
+from executor.core import DeviceFailed, RunStep, StepDone
+from executor.device import Device
+from executor.step import MergedStep, SampledStep
+
+DEADLINE_S = 10.0
+NONE = np.zeros(0, np.int32)
+
+
+def step(row: int) -> MergedStep:
+    rows = np.array([row], np.int32)
+    return MergedStep([], NONE, rows, NONE, NONE, np.zeros(0, np.bool_), np.zeros((0, 0), np.int32))
+
+
+class Echo:
+    """Draws each sequence's row number. A step can be collected once its row was let go."""
+
+    def __init__(self) -> None:
+        self.dispatched: queue.Queue[int] = queue.Queue()
+        self.let_go: queue.Queue[int] = queue.Queue()
+        self.fail_on: int | None = None
+
+    def dispatch(self, step: MergedStep) -> Any:
+        row = int(step.rows[0])
+        if row == self.fail_on:
+            raise ValueError("no memory is left")
+        self.dispatched.put(row)
+        return row
+
+    def collect(self, handle: Any) -> SampledStep:
+        assert self.let_go.get(timeout=DEADLINE_S) == handle
+        return SampledStep(np.array([handle], np.int32))
+
+
+def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() -> None:
+    runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
+    device = Device(runner, posted.put)
+    device.submit(RunStep(1, step(11)))
+    device.submit(RunStep(2, step(12)))
+    assert [runner.dispatched.get(timeout=DEADLINE_S) for _ in range(2)] == [11, 12]
+    assert posted.empty()
+    for number, row in ((1, 11), (2, 12)):
+        runner.let_go.put(row)
+        done = posted.get(timeout=DEADLINE_S)
+        assert isinstance(done, StepDone)
+        assert (done.number, done.sampled.tokens.tolist()) == (number, [row])
+        assert 0 <= done.device_s < DEADLINE_S
+    assert device.stop(DEADLINE_S)
+    assert device.error is None
+
+
+def test_a_failure_is_told_once_and_ends_both_threads() -> None:
+    runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
+    runner.fail_on = 12
+    before = threading.active_count()
+    device = Device(runner, posted.put)
+    for number, row in ((1, 11), (2, 12), (3, 13)):
+        device.submit(RunStep(number, step(row)))
+    runner.let_go.put(11)
+    told = [posted.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert DeviceFailed("ValueError: no memory is left") in told
+    assert device.stop(DEADLINE_S)
+    assert posted.empty()
+    assert isinstance(device.error, ValueError)
+    assert threading.active_count() == before

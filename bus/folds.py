@@ -107,21 +107,24 @@ def _schedule(answers: Answers) -> dict[str, Any]:
     rank_of: dict[str, int] = {}
     for rank, value in answers:
         rank_of |= dict.fromkeys(value["num_scheduled_tokens"], rank)
-        for name, field in value.items():
-            if isinstance(field, dict):
-                merged.setdefault(name, {}).update(field)
-            elif isinstance(field, list):
-                merged.setdefault(name, []).extend(field)
-            else:
-                merged[name] = merged.get(name, 0) + field
+        _join(merged, value)
     return merged | {"rank_of": rank_of}
+
+
+def _join(into: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Maps are united, lists concatenated, numbers added."""
+    for name, field in fields.items():
+        if isinstance(field, dict):
+            _join(into.setdefault(name, {}), field)
+        elif isinstance(field, list):
+            into[name] = into.get(name, []) + field
+        else:
+            into[name] = into.get(name, 0) + field
 
 
 def _outputs(answers: Answers) -> dict[str, Any]:
     return {request: output for _, value in answers for request, output in value.items()}
 
-
-Tokens = dict[str, list[int]]
 
 RULES: dict[type[Command], tuple[Any, Callable[[Answers], Any]]] = {
     FinishRequests: (list[str], _concatenate),

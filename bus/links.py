@@ -228,9 +228,9 @@ class Dialer(_Side):
     """The connecting side of a bus, with one peer."""
 
     def __init__(
-        self, bus: Bus, me: Identity, codec: Codec, counters: Counters, timing: Timing, index: int = 0
+        self, bus: Bus, me: Identity, codec: Codec, counters: Counters, timing: Timing, index: int | None
     ) -> None:
-        """`index` is the one that is dialled, where there are several (frontends)."""
+        """`index` is that of the process that is dialled; None is whichever answers."""
         super().__init__(bus, me, codec, counters, timing)
         self._index = index
         self._link: _Link | None = None
@@ -310,8 +310,9 @@ class Dialer(_Side):
 
     def _welcome(self, welcome: Welcome, now: float) -> list[Event]:
         peer = Peer(self.bus.name, welcome.role, welcome.index, welcome.incarnation)
-        if welcome.role != self.bus.binds or welcome.index != self._index or welcome.major != PROTOCOL_MAJOR:
-            self._reject("welcome", str(peer), f"{self.bus.binds}/{self._index}, protocol {PROTOCOL_MAJOR} is dialled")
+        expected = (self.bus.binds, welcome.index if self._index is None else self._index, PROTOCOL_MAJOR)
+        if (welcome.role, welcome.index, welcome.major) != expected:
+            self._reject("welcome", str(peer), "role, index and protocol must be {}, {} and {}".format(*expected))
             return []
         if welcome.attempt != self._attempt:
             self._reject("stale", str(peer), "the Welcome answers an earlier Hello")

@@ -1,0 +1,453 @@
+"""The client library: requests and commands from a Python script, over the client bus.
+
+    with Client("ipc:///path/to/run/client-0.ipc") as client:
+        for piece in client.generate("Once upon a time", max_tokens=50):
+            print(piece.text, end="", flush=True)
+
+`Client` is for plain scripts, `AsyncClient` for asyncio; both have the same methods. A prompt is a text, a list of chat
+messages, or a list of token ids; sampling parameters are keywords with vLLM's names (`bus.messages.GenerateParams`).
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from bus.buses import BUSES
+from bus.core import Event, Peer, PeerDown, PeerUp, Received
+from bus.counters import Counters
+from bus.links import Dialer, Identity, Timing
+from bus.messages import (
+    Abort,
+    AnyCommand,
+    CommandRequest,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    GenerateParams,
+    Goodbye,
+    Message,
+    Reply,
+)
+from bus.wire import Codec, pack_ints, unpack_ints
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+TIMING = Timing(interval=1.0, timeout=15.0)
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+TICK_S = 0.2
+
+
+class EngineError(Exception):
+    """The engine refused or failed what was asked; the text is its sentence, `code` its word for programs."""
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a request's output, as it came. `finished` is set on the last piece of each child (`index`)."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finished: Finished | None = None
+    delta: Delta | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """All output of one child of a request."""
+
+    text: str
+    token_ids: list[int]
+    finished: Finished
+
+
+class _Stream:
+    """A request under way: what was asked, and what has come and not been read yet."""
+
+    def __init__(self, request: Generate) -> None:
+        self.request = request
+        self.sent = False
+        self.started = False
+        self.children_left = request.params.n
+        self.inbox: deque[Piece | EngineError] = deque()
+
+    @property
+    def over(self) -> bool:
+        return self.children_left == 0 and not self.inbox
+
+
+class _Conversation:
+    """What a client and its frontend say to each other, without the socket: frames in, frames out."""
+
+    def __init__(self, index: int | None) -> None:
+        incarnation = time.time_ns()
+        identity = Identity("client", incarnation % 2**31 ^ os.getpid() if index is None else index, incarnation)
+        bus = BUSES["client"]
+        self._dialer = Dialer(bus, identity, Codec(bus.down, MAX_MESSAGE_BYTES), Counters(), TIMING, index=None)
+        self.routing_id = self._dialer.routing_id
+        self._peer: Peer | None = None
+        self._unsent: list[Message] = []
+        self.streams: dict[str, _Stream] = {}
+        self.replies: dict[int, Reply | EngineError | None] = {}
+        self._ids = itertools.count(1)
+
+    def receive(self, parts: list[bytes]) -> None:
+        for event in self._dialer.receive(parts, time.monotonic()):
+            self._handle(event)
+
+    def tick(self) -> None:
+        """To be called after everything that has arrived was received: silence is judged here."""
+        for event in self._dialer.tick(time.monotonic()):
+            self._handle(event)
+
+    def frames(self) -> list[list[bytes]]:
+        """What is to be sent now."""
+        frames, self._dialer.outbox = self._dialer.outbox, []
+        if self._peer is not None:
+            unsent, self._unsent = self._unsent, []
+            for message in unsent:
+                encoded = self._dialer.encode(self._peer, message, time.monotonic())
+                frames += [encoded] if encoded else []
+                if isinstance(message, Generate) and message.request_id in self.streams:
+                    self.streams[message.request_id].sent = True
+        return frames
+
+    def generate(
+        self, prompt: Prompt, request_id: str | None, options: dict[str, Any], params: dict[str, Any]
+    ) -> _Stream:
+        request_id = f"r{next(self._ids)}" if request_id is None else request_id
+        if request_id in self.streams:
+            raise ValueError(f"request_id {request_id} is in use by this client")
+        stream = _Stream(
+            Generate(request_id=request_id, params=_params(params), **_prompt(prompt), **options),
+        )
+        self.streams[request_id] = stream
+        self._unsent.append(stream.request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.streams:
+            self._unsent.append(Abort(request_id=request_id))
+
+    def forget(self, stream: _Stream) -> None:
+        """The reader has left: abort what is unfinished."""
+        if not stream.over:
+            self.abort(stream.request.request_id)
+        self.streams.pop(stream.request.request_id, None)
+
+    def command(self, body: AnyCommand, ranks: list[int] | None, deadline_s: float | None) -> int:
+        command_id = next(self._ids)
+        self.replies[command_id] = None
+        self._unsent.append(CommandRequest(command_id=command_id, body=body, ranks=ranks, deadline_s=deadline_s))
+        return command_id
+
+    def goodbye(self) -> None:
+        """Leave: the frontend aborts what is unfinished."""
+        self._unsent = [Goodbye()]
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, PeerUp):
+            self._peer = event.peer
+            unanswered = [stream.request for stream in self.streams.values() if stream.sent and stream.children_left]
+            self._unsent = [*unanswered, *self._unsent]
+        elif isinstance(event, PeerDown):
+            self._peer = None
+            lost = EngineError("frontend_lost", f"the frontend was lost ({event.reason}); send the request again")
+            for stream in [stream for stream in self.streams.values() if stream.started]:
+                self._fail(stream, lost)
+            self.replies = {key: lost if value is None else value for key, value in self.replies.items()}
+        elif isinstance(event, Received):
+            self._message(event.message)
+
+    def _message(self, message: Message) -> None:
+        if isinstance(message, Delta | Finished):
+            stream = self.streams.get(message.request_id)
+            if stream is not None:
+                stream.started = True
+                self._piece(stream, message)
+        elif isinstance(message, Reply):
+            if message.command_id in self.replies:
+                self.replies[message.command_id] = message
+        elif isinstance(message, Error):
+            error = EngineError(message.code, message.message)
+            if message.command_id in self.replies:
+                self.replies[message.command_id] = error
+            elif message.request_id in self.streams:
+                self._fail(self.streams[message.request_id], error)
+
+    def _piece(self, stream: _Stream, message: Delta | Finished) -> None:
+        if isinstance(message, Delta):
+            tokens = unpack_ints(message.token_ids).tolist()
+            piece = Piece(
+                request_id=message.request_id, index=message.index, text=message.text, token_ids=tokens, delta=message
+            )
+        else:
+            stream.children_left -= 1
+            piece = Piece(request_id=message.request_id, index=message.index, text="", token_ids=[], finished=message)
+        stream.inbox.append(piece)
+
+    def _fail(self, stream: _Stream, error: EngineError) -> None:
+        stream.inbox.append(error)
+        stream.children_left = 0
+
+
+class Client:
+    """A synchronous client of one frontend. Not to be shared between threads."""
+
+    def __init__(self, endpoint: str, timeout_s: float = 120.0, index: int | None = None) -> None:
+        """`timeout_s` is the longest silence that is borne; `index` is the number this client is known by."""
+        self._conversation = _Conversation(index)
+        self._timeout_s = timeout_s
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        _set_up(self._socket, self._conversation, endpoint)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        text_output: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        **params: Any,
+    ) -> Iterator[Piece]:
+        """Start a request; iterate over its output. Leaving the iterator aborts it.
+
+        Raises:
+            EngineError: the request was refused or failed.
+            TimeoutError: nothing was heard for `timeout_s`.
+        """
+        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        stream = self._conversation.generate(prompt, request_id, options, params)
+        self._pump(0)
+        return self._read(stream)
+
+    def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """Run a request to its end; one completion per child. Options and errors as in `generate`."""
+        return _gather(list(self.generate(prompt, **options)))
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its iterator ends with reason abort."""
+        self._conversation.abort(request_id)
+        self._pump(0)
+
+    def command(self, body: AnyCommand, ranks: list[int] | None = None, deadline_s: float | None = None) -> Reply:
+        """Run a command (see `bus.messages`) and wait for its reply.
+
+        Raises:
+            EngineError: it was refused or failed.
+            TimeoutError: there was no answer for `timeout_s`.
+        """
+        command_id = self._conversation.command(body, ranks, deadline_s)
+        self._wait(lambda: self._conversation.replies[command_id] is not None)
+        return _reply(self._conversation.replies.pop(command_id))
+
+    def close(self) -> None:
+        """Abort what is unfinished and disconnect."""
+        self._conversation.goodbye()
+        self._flush()
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, stream: _Stream) -> Iterator[Piece]:
+        try:
+            while not stream.over:
+                self._wait(lambda: bool(stream.inbox))
+                yield _take(stream)
+        finally:
+            self._conversation.forget(stream)
+            self._flush()
+
+    def _wait(self, condition: Any) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not condition():
+            if self._pump(TICK_S):
+                deadline = time.monotonic() + self._timeout_s
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"the frontend said nothing for {self._timeout_s:g} s")
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Send what there is to send, receive what has come; whether something has."""
+        self._flush()
+        arrived = bool(self._socket.poll(round(timeout_s * 1000)))
+        while self._socket.poll(0):
+            self._conversation.receive(self._socket.recv_multipart())
+        self._conversation.tick()
+        self._flush()
+        return arrived
+
+    def _flush(self) -> None:
+        if self._socket.poll(0, zmq.POLLOUT):  # without a connection, what there is to send is kept
+            for parts in self._conversation.frames():
+                self._socket.send_multipart(parts)
+
+
+class AsyncClient:
+    """The same for asyncio. To be made, used and closed in one event loop."""
+
+    def __init__(self, endpoint: str, timeout_s: float = 120.0, index: int | None = None) -> None:
+        self._conversation = _Conversation(index)
+        self._timeout_s = timeout_s
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._plain: zmq.Socket[bytes] = zmq.Socket(self._socket)  # the same socket, to ask without awaiting
+        _set_up(self._socket, self._conversation, endpoint)
+        self._news = asyncio.Condition()
+        self._receiver = asyncio.create_task(self._receive())
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        text_output: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        **params: Any,
+    ) -> AsyncIterator[Piece]:
+        """As `Client.generate`."""
+        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        return self._read(self._conversation.generate(prompt, request_id, options, params))
+
+    async def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """As `Client.complete`."""
+        return _gather([piece async for piece in self.generate(prompt, **options)])
+
+    async def abort(self, request_id: str) -> None:
+        """As `Client.abort`."""
+        self._conversation.abort(request_id)
+        await self._flush()
+
+    async def command(self, body: AnyCommand, ranks: list[int] | None = None, deadline_s: float | None = None) -> Reply:
+        """As `Client.command`."""
+        command_id = self._conversation.command(body, ranks, deadline_s)
+        await self._wait(lambda: self._conversation.replies[command_id] is not None)
+        return _reply(self._conversation.replies.pop(command_id))
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        self._receiver.cancel()
+        self._conversation.goodbye()
+        await self._flush()
+        self._socket.close()
+        self._context.term()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _read(self, stream: _Stream) -> AsyncIterator[Piece]:
+        try:
+            while not stream.over:
+                await self._wait(lambda: bool(stream.inbox))
+                yield _take(stream)
+        finally:
+            self._conversation.forget(stream)
+            await self._flush()
+
+    async def _wait(self, condition: Any) -> None:
+        await self._flush()
+        async with self._news:
+            while not condition():
+                try:
+                    await asyncio.wait_for(self._news.wait(), self._timeout_s)
+                except TimeoutError:
+                    raise TimeoutError(f"the frontend said nothing for {self._timeout_s:g} s") from None
+
+    async def _receive(self) -> None:
+        while True:
+            arrived = await self._socket.poll(round(TICK_S * 1000))
+            while await self._socket.poll(0):
+                self._conversation.receive(await self._socket.recv_multipart())
+            self._conversation.tick()
+            await self._flush()
+            if arrived:
+                async with self._news:
+                    self._news.notify_all()
+
+    async def _flush(self) -> None:
+        if self._plain.poll(0, zmq.POLLOUT):
+            for parts in self._conversation.frames():
+                await self._socket.send_multipart(parts)
+
+
+def _params(params: dict[str, Any]) -> GenerateParams:
+    try:
+        return msgspec.convert(params, GenerateParams)
+    except msgspec.ValidationError as error:
+        raise EngineError("invalid", str(error)) from None
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    items = list(prompt)
+    if items and isinstance(items[0], dict):
+        return {"messages": items}
+    return {"prompt_token_ids": pack_ints(np.asarray(items, dtype=np.int32))}
+
+
+def _take(stream: _Stream) -> Piece:
+    item = stream.inbox.popleft()
+    if isinstance(item, EngineError):
+        raise item
+    if item.finished is not None and item.finished.reason == "error":
+        raise EngineError("failed", item.finished.message)
+    return item
+
+
+def _gather(pieces: list[Piece]) -> list[Completion]:
+    completions = []
+    for index in sorted({piece.index for piece in pieces}):
+        own = [piece for piece in pieces if piece.index == index]
+        completions.append(
+            Completion(
+                text="".join(piece.text for piece in own),
+                token_ids=[token for piece in own for token in piece.token_ids],
+                finished=next(piece.finished for piece in own if piece.finished is not None),
+            )
+        )
+    return completions
+
+
+def _reply(reply: Reply | EngineError | None) -> Reply:
+    if isinstance(reply, EngineError):
+        raise reply
+    assert reply is not None
+    return reply
+
+
+def _set_up(socket: Any, conversation: _Conversation, endpoint: str) -> None:
+    socket.setsockopt(zmq.IDENTITY, conversation.routing_id)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.connect(endpoint)

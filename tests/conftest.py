@@ -1,0 +1,19 @@
+"""Fixtures that tests of all kinds share."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import write_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama with random weights."""
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache_dir that the session's engines share, so that each shape is compiled once."""
+    return tmp_path_factory.mktemp("cache")

@@ -5,8 +5,27 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from bus.model_files import ARCHITECTURES
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class ServedModel(torch.nn.Module):
+    """Tells vLLM what kind of model is served: one that generates text from token ids. It is never built."""
+
+    def __init__(self, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        raise NotImplementedError("the executor runs the model")
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class BusPlatform(Platform):
@@ -30,6 +49,14 @@ class BusPlatform(Platform):
     @classmethod
     def import_ir_kernels(cls) -> None:
         """Load nothing; see `import_kernels`."""
+
+    @classmethod
+    def pre_register_and_update(cls, parser: "FlexibleArgumentParser | None" = None) -> None:
+        """Register the architectures that are served. vLLM would import its own models to see what they can do."""
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        for architecture in ARCHITECTURES:
+            ModelRegistry.register_model(architecture, ServedModel)
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

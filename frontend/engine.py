@@ -1,0 +1,97 @@
+"""vLLM's `AsyncLLM` with the bus in place of its engine core."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.abstract import Executor
+
+from bus.messages import ExecutorStatus
+from frontend.engine_client import BusClient
+from frontend.errors import RequestError
+from frontend.metrics import EngineStatus, RankStats
+from frontend.seam import Call, StatusUpdate
+
+
+class BusLLM(AsyncLLM):
+    """The engine behind vLLM's HTTP server. `client` is its way to the bus."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        post: Callable[[Call], None],
+        status: EngineStatus,
+        *,
+        log_stats: bool,
+        ranks: int,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.client = BusClient(
+            post, self.fail, ranks=ranks, max_model_len=lambda: self.vllm_config.model_config.max_model_len
+        )
+        self._status = status
+        self._rank_stats = RankStats() if log_stats and status.exports_ranks else None
+        with _core_client(self.client):
+            super().__init__(vllm_config, Executor, log_stats, log_requests=False)
+
+    def fail(self, request_id: str, error: GracefulHTTPError) -> None:
+        """End a request, and with it its siblings of one `n`, with an error instead of an output."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None or state.queue is None:
+            return
+        state.queue.put(error)
+        request_ids = [state.parent_req.request_id] if state.parent_req else [request_id]
+        self.client.abort(self.output_processor.abort_requests(request_ids, internal=True))
+
+    def on_status(self, update: StatusUpdate) -> None:
+        """Take how the engine does: for /health and /metrics, and for the longest context it has room for."""
+        self._status.last = update
+        if update.executor is not None:
+            self._limit_context(update.executor)
+        if self._rank_stats is not None:
+            for rank, stats in self._rank_stats.changes(update.loads):
+                self.client.record(rank, stats)
+
+    async def check_health(self) -> None:
+        """Raise if a request could not be served now: no executor or no rank is up.
+
+        Raises:
+            EngineDeadError: /health answers 503.
+        """
+        if not self._status.last.ready:
+            raise EngineDeadError()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all requests, so that their connections do not hold the server up. Called in a thread, and by vLLM."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_all)
+        super().shutdown(timeout)
+
+    def _fail_all(self) -> None:
+        for request_id in list(self.output_processor.request_states):
+            self.fail(request_id, RequestError("unavailable", "the frontend is ending; send the request again"))
+
+    def _limit_context(self, executor: ExecutorStatus) -> None:
+        model_config = self.vllm_config.model_config
+        model_config.max_model_len = min(model_config.max_model_len, executor.max_model_len)
+
+
+@contextlib.contextmanager
+def _core_client(client: EngineCoreClient) -> Iterator[None]:
+    """Let AsyncLLM find `client` where it makes its engine core client."""
+
+    def make(*args: Any, **kwargs: Any) -> EngineCoreClient:
+        return client
+
+    original = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original

@@ -1,0 +1,139 @@
+"""What /metrics says of the engine: vLLM's statistics per rank, and the processes' own counters.
+
+Each metric has one exporter: a frontend tells its own counters, and frontend 0 those of ranks and executor.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+from bus.messages import Load
+from frontend.seam import StatusUpdate
+
+LABELS = {
+    "bus_received_frames": ("bus",),
+    "bus_received_bytes": ("bus",),
+    "bus_sent_frames": ("bus",),
+    "bus_sent_bytes": ("bus",),
+    "bus_rejected_frames": ("bus", "reason"),
+    "bus_lost_peers": ("bus", "reason"),
+    "executor_missed_ranks": ("rank",),
+    "errors_received": ("role",),
+    "requests_ended": ("reason",),
+    "requests_refused": ("code",),
+}
+"""Label names of the counters whose names carry label values (see `bus.counters`); of others, ``kind0`` and so on."""
+
+GAUGES = frozenset({"unfinished_requests", "unfinished_text_requests"})
+"""What goes up and down among the counters."""
+
+
+class EngineStatus:
+    """The last `StatusUpdate`. `frontend` is this frontend's index."""
+
+    def __init__(self, frontend: int) -> None:
+        self.frontend = frontend
+        self.last = StatusUpdate(ready=False, loads={}, executor=None, counters={})
+
+    @property
+    def exports_ranks(self) -> bool:
+        """Whether this frontend is the one to export what ranks and executor count."""
+        return self.frontend == 0
+
+
+class RankStats:
+    """Turns the totals in `Load` into vLLM's statistics, which are changes since the last time."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Load] = {}
+
+    def changes(self, loads: Mapping[int, Load]) -> Iterator[tuple[int, SchedulerStats]]:
+        """Statistics of the ranks whose load has changed, and zeros of those that went down."""
+        for rank, load in loads.items():
+            last = self._last.get(rank)
+            if load != last:
+                yield rank, _scheduler_stats(load, last)
+        for rank in self._last.keys() - loads.keys():
+            yield rank, SchedulerStats()
+        self._last = dict(loads)
+
+
+def _scheduler_stats(load: Load, last: Load | None) -> SchedulerStats:
+    return SchedulerStats(
+        num_running_reqs=load.running,
+        num_waiting_reqs=load.waiting,
+        kv_cache_usage=load.used_blocks / load.num_blocks if load.num_blocks else 0.0,
+        prefix_cache_stats=PrefixCacheStats(
+            queries=_increase("scheduler_prompt_tokens", load, last),
+            hits=_increase("scheduler_cached_prompt_tokens", load, last),
+        ),
+    )
+
+
+def _increase(name: str, load: Load, last: Load | None) -> int:
+    total = load.counters.get(name, 0.0)
+    before = last.counters.get(name, 0.0) if last is not None else 0.0
+    return int(total - before if total >= before else total)  # a smaller total is that of a rank started anew
+
+
+class BusCollector(Collector):
+    """Exports the engine's own counters under ``rankbus_``."""
+
+    def __init__(self, status: EngineStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics as they are now."""
+        status = self._status
+        families = _Families()
+        families.gauge("ready", {}, float(status.last.ready))
+        families.counters("frontend", {"frontend": str(status.frontend)}, status.last.counters)
+        if status.exports_ranks:
+            families.gauge("ranks_up", {}, len(status.last.loads))
+            for rank, load in status.last.loads.items():
+                labels = {"rank": str(rank)}
+                families.counters("rank", labels, load.counters)
+                for name in ("running", "waiting", "pending_prefill_tokens", "used_blocks", "num_blocks", "draining"):
+                    families.gauge(f"rank_{name}", labels, float(getattr(load, name)))
+            if (executor := status.last.executor) is not None:
+                families.counters("executor", {}, executor.counters)
+        return families.metrics()
+
+
+class _Families:
+    """Metric families by name, each made when its first sample comes."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+
+    def gauge(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        family = self._families.get(name)
+        if family is None:
+            family = GaugeMetricFamily(f"rankbus_{name}", name.replace("_", " "), labels=list(labels))
+            self._families[name] = family
+        family.add_metric(list(labels.values()), value)
+
+    def counters(self, role: str, labels: Mapping[str, str], totals: Mapping[str, float]) -> None:
+        """Add all counters of one process. Those of the buses are one family, whatever the role of the process."""
+        for key, total in totals.items():
+            name, *values = key.split("/")
+            names = LABELS.get(name) or [f"kind{number}" for number in range(len(values))]
+            own = dict(zip(names, values, strict=True))
+            if name in GAUGES:
+                self.gauge(f"{role}_{name}", dict(labels), total)
+                continue
+            if name.startswith("bus_"):
+                all_labels = {"process": "/".join([role, *labels.values()])} | own
+            else:
+                name = f"{role}_{name.removeprefix(f'{role}_')}"
+                all_labels = dict(labels) | own
+            family = self._families.get(name)
+            if family is None:
+                family = CounterMetricFamily(f"rankbus_{name}", name.replace("_", " "), labels=list(all_labels))
+                self._families[name] = family
+            family.add_metric(list(all_labels.values()), total)
+
+    def metrics(self) -> Iterable[Metric]:
+        return self._families.values()

@@ -1,0 +1,145 @@
+"""What our HTTP server does on top of vLLM's: unknown parameters and early failures get a status of 4xx or 5xx."""
+
+import difflib
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import cache
+from http import HTTPStatus
+from typing import Any, get_args
+
+import msgspec
+from pydantic import BaseModel
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_ERROR_EVENT = b'data: {"error": '
+
+
+class StrictRequests:
+    """ASGI middleware.
+
+    vLLM ignores parameters it does not know; a misspelt one is refused here. And vLLM starts a streamed response
+    before it has looked at the request, so that a refusal would come with status 200: the start is held back until
+    the first event is there, and an error that is the first event becomes the response.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _request_types():
+            await self._app(scope, receive, send)
+            return
+        body, messages = await _read(receive)
+        unknown = _unknown_parameter(scope["path"], body)
+        if unknown is not None:
+            await _respond(send, 400, _refusal(scope["path"], unknown))
+            return
+        await self._app(scope, _replay(messages, receive), _HeldStart(send))
+
+
+class _HeldStart:
+    """`send`, with the start of the response held back until its first part is there."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._replaced = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._replaced:
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            error = _error_of(message.get("body", b""))
+            if error is not None:
+                self._replaced = True
+                code = error["error"]["code"]
+                error["error"]["type"] = HTTPStatus(code).phrase
+                await _respond(self._send, code, error)
+                return
+            await self._send(start)
+        await self._send(message)
+
+
+def _error_of(body: bytes) -> Any | None:
+    """The error object, if that is what the first event of a stream is."""
+    if not body.startswith(_ERROR_EVENT):
+        return None
+    return json.loads(body.partition(b"\n")[0].removeprefix(b"data: "))
+
+
+async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
+    """The request's body, and the messages it came in."""
+    messages: list[Message] = []
+    more = True
+    while more:
+        message = await receive()
+        messages.append(message)
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return b"".join(message.get("body", b"") for message in messages), messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    async def replay() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return replay
+
+
+def _unknown_parameter(path: str, body: bytes) -> str | None:
+    """A name in the body that no request type of this path has. A body that is no JSON object is vLLM's to refuse."""
+    try:
+        names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
+    return next((name for name in names if name not in _parameters(path)), None)
+
+
+def _refusal(path: str, unknown: str) -> Any:
+    known = sorted(_parameters(path))
+    close = difflib.get_close_matches(unknown, known, n=1)
+    allowed = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    message = f"{unknown!r} is not a parameter of {path}; {allowed}"
+    return {"error": {"message": message, "type": "Bad Request", "param": unknown, "code": 400}}
+
+
+async def _respond(send: Send, status: int, content: Any) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@cache
+def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
+    """The types of the bodies that are checked, by path."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+
+    return {
+        "/v1/chat/completions": (ChatCompletionRequest,),
+        "/v1/completions": (CompletionRequest,),
+        "/v1/responses": (ResponsesRequest,),
+        "/tokenize": get_args(TokenizeRequest),
+        "/detokenize": (DetokenizeRequest,),
+    }
+
+
+@cache
+def _parameters(path: str) -> frozenset[str]:
+    names: set[str] = set()
+    for request_type in _request_types()[path]:
+        for name, field in request_type.model_fields.items():
+            names.add(name)
+            if field.alias:
+                names.add(field.alias)
+    return frozenset(names)

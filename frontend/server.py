@@ -1,0 +1,113 @@
+"""The HTTP side of a frontend: vLLM's OpenAI server on a `BusLLM`. Importing this module imports vLLM."""
+
+import logging
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.usage.usage_lib import UsageContext
+
+from bus.config import Config
+from frontend.bridge import Bridge
+from frontend.engine import BusLLM
+from frontend.metrics import BusCollector, EngineStatus
+from frontend.seam import AbortText, Call, CommandResult, Deliver, RenderText, StatusUpdate
+from frontend.text import TextRequests
+
+GRACEFUL_SHUTDOWN_S = 3
+"""How long responses under way may take to end after SIGTERM; their requests are ended at once."""
+
+
+async def serve(
+    config: Config,
+    index: int,
+    model: Path,
+    name: str,
+    sock: socket.socket,
+    bridge: Bridge,
+    post: Callable[[Call], None],
+) -> None:
+    """Serve HTTP on the bound socket `sock` until SIGTERM or SIGINT.
+
+    `model` is the HF-style folder, `name` what it is called in the API. Effects come from `bridge`, calls go to `post`.
+    """
+    _quieten_logs()
+    args = _arguments(config, index, model, name)
+    vllm_config = _vllm_config(config, args)
+    status = EngineStatus(index)
+    engine = BusLLM(vllm_config, post, status, log_stats=config.log_stats, ranks=config.ranks)
+    texts = TextRequests(engine, post)
+    bridge.attach(
+        {
+            Deliver: engine.client.on_deliver,
+            CommandResult: engine.client.on_command_result,
+            StatusUpdate: engine.on_status,
+            RenderText: texts.on_render,
+            AbortText: texts.on_abort,
+        }
+    )
+    collector = BusCollector(status)
+    REGISTRY.register(collector)
+    try:
+        address = f"http://{args.host}:{args.port}"
+        shut_down = await build_and_serve(
+            engine, address, sock, args, timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, log_config=None
+        )
+        await shut_down
+    finally:
+        REGISTRY.unregister(collector)
+        bridge.detach()
+        engine.shutdown()
+
+
+def _quieten_logs() -> None:
+    """Leave out what says nothing to whoever runs this engine."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_ours)
+    logging.getLogger("vllm.config").setLevel(logging.ERROR)  # about compiling and running a model, which vLLM does not
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a log record is not about a client's mistake: vLLM logs those of streamed requests with a traceback."""
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, VLLMClientError | GracefulHTTPError)
+
+
+def _arguments(config: Config, index: int, model: Path, name: str) -> Namespace:
+    """vLLM's command line, as if it had been parsed: its defaults and what follows from our configuration."""
+    engine = AsyncEngineArgs(
+        model=str(model),
+        served_model_name=name,
+        max_model_len=config.max_model_len,
+        dtype=config.dtype,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        disable_log_stats=not config.log_stats,
+        generation_config="vllm",  # parameters that are left out mean the same over HTTP and on the client bus
+    )
+    http = FrontendArgs(
+        host=config.host,
+        port=config.port + index,
+        disable_uvicorn_access_log=True,
+        uvicorn_log_level="warning",
+        middleware=["frontend.middleware.StrictRequests"],
+    )
+    return Namespace(**(vars(engine) | vars(http) | {"served_model_name": [name]}))
+
+
+def _vllm_config(config: Config, args: Namespace) -> VllmConfig:
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    # Set afterwards: vLLM would otherwise prepare to start and coordinate ranks of its own. Requests name one of them.
+    vllm_config.parallel_config.data_parallel_size = config.ranks
+    vllm_config.parallel_config.data_parallel_size_local = config.ranks
+    return vllm_config

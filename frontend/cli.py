@@ -17,6 +17,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("frontend.serve", "prepare the model, run the engine, and say when and where it answers"),
     "config": Command("frontend.show_config", "show every setting, its value, and where the value comes from"),
+    "generate": Command("frontend.generate", "complete a text; its continuation appears as it comes"),
+    "chat": Command("frontend.chat", "talk to the model, line by line"),
 }
 
 

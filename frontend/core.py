@@ -4,6 +4,7 @@ It routes requests to ranks, keeps the ledger of those it answers for, passes ou
 to commands. It knows nothing of text: what needs a tokenizer goes up over the seam (`RenderText`).
 """
 
+from dataclasses import replace
 from hashlib import blake2b
 
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
@@ -150,6 +151,8 @@ class FrontendCore:
             self._router.ranks[peer.index].see_kv_events(message)
         elif isinstance(message, ExecutorStatus):
             self._executor_status = message
+            room = min(self._limits.max_model_len, message.max_model_len)
+            self._limits = replace(self._limits, max_model_len=room)
         elif isinstance(message, Reply):
             return self._commands.replied(peer.index, message)
         elif isinstance(message, Generate):

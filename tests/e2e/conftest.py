@@ -1,0 +1,90 @@
+"""One engine on the embedded model for all end-to-end tests, and HF transformers on the same weights as reference."""
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from bus.config import Config
+from bus.model_files import resolve
+from executor.prepare import prepare
+from frontend.client import Client
+from tests.engine import Engine
+
+CACHE = Config().cache_path
+"""Prepared models and compiled programs are kept between runs, as they are for a user."""
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The folder of the embedded model, prepared if need be."""
+    source = resolve(Config(cache_dir=str(CACHE)))
+    prepare(source, Console(stderr=True))
+    return source.folder
+
+
+@pytest.fixture(scope="session")
+def engine(embedded_folder: Path) -> Iterator[Engine]:
+    """The engine as `rankbus serve` runs it by default: one frontend, two ranks, one executor."""
+    defaults = Config()
+    with Engine(
+        embedded_folder,
+        CACHE,
+        max_num_seqs=defaults.max_num_seqs,
+        max_num_batched_tokens=defaults.max_num_batched_tokens,
+        num_blocks=None,
+    ) as engine:
+        engine.start()
+        engine.wait_ready()
+        yield engine
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[Client]:
+    with Client(engine.config.client_endpoint(0)) as client:
+        yield client
+
+
+def metrics(engine: Engine, name: str, frontend: int = 0) -> dict[str, float]:
+    """The samples of a metric in /metrics, by their labels."""
+    with urllib.request.urlopen(f"http://{engine.config.host}:{engine.port(frontend)}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    samples = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return {labels: float(value) for labels, value in samples}
+
+
+class Reference:
+    """HF transformers on the same float32 weights."""
+
+    TIE = 1e-4
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.positions = 0
+        self.ties = 0
+
+    def check_greedy(self, prompt: list[int], output: list[int]) -> None:
+        """Fail unless each output token is the most likely after what is before it, but for counted ties."""
+        with self._torch.no_grad():
+            logits = self._model(self._torch.tensor([prompt + output])).logits[0]
+        scores = logits[len(prompt) - 1 : -1].numpy()
+        best = scores.max(axis=-1)
+        chosen = scores[np.arange(len(output)), output]
+        gaps = best - chosen
+        assert (gaps < self.TIE).all(), f"prompt of {len(prompt)}: token {int(gaps.argmax())} is {gaps.max()} below"
+        self.positions += len(output)
+        self.ties += int((scores.argmax(axis=-1) != np.asarray(output)).sum())
+
+
+@pytest.fixture(scope="session")
+def reference(embedded_folder: Path) -> Any:
+    return Reference(embedded_folder)

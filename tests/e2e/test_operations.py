@@ -20,7 +20,7 @@ import pytest
 from frontend.client import Client
 from tests.engine import ROOT, START_S, _free_ports
 
-PROGRAMS = ["executor", "frontend:frontend-0", "rank:rank-0", "rank:rank-1"]
+PROGRAMS = ["rankbus:executor", "rankbus:frontend-0", "rankbus:rank-0", "rankbus:rank-1"]
 
 
 class Served:
@@ -113,7 +113,7 @@ def test_four_programs_run(served: Served) -> None:
     assert states == dict.fromkeys(PROGRAMS, "RUNNING")
 
 
-@pytest.mark.parametrize("program", ["executor", "rank:rank-0", "rank:rank-1", "frontend:frontend-0"])
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.timeout(180)
 def test_restarting_any_program_brings_the_engine_back_and_no_request_hangs(served: Served, program: str) -> None:
     ends: list[str] = []

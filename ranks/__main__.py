@@ -1,0 +1,44 @@
+"""The rank process: ``python -m ranks --index 0``."""
+
+import signal
+import time
+
+from bus import process
+from bus.config import Config, ConfigError
+from bus.counters import Counters
+from bus.links import Identity
+from bus.log import get_logger
+from bus.shell import Shell
+
+log = get_logger()
+
+
+def run(config: Config, me: Identity) -> None:
+    """Import the scheduler, connect, and work until told to end."""
+    if not 0 <= me.index < config.ranks:
+        raise ConfigError(
+            f"--index: {me.index} is not a rank; with ranks = {config.ranks} it is 0 … {config.ranks - 1}"
+        )
+    begin = time.monotonic()
+    from ranks.core import RankCore
+    from ranks.vllm_loading import load
+
+    counters = Counters()
+    build = load(config, counters)
+    log.info("scheduler loaded", scheduler=config.scheduler, seconds=round(time.monotonic() - begin, 2))
+    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform, counters)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
+    shell.connect("step", config.step_endpoint())
+    for frontend in range(config.frontends):
+        shell.connect("command", config.command_endpoint(frontend), frontend)
+    log.info("rank ready", seconds=round(time.monotonic() - begin, 2))
+    log.info("rank ends", reason=shell.run())
+
+
+def _perform(effect: object) -> None:
+    raise TypeError(f"a rank's core has no such effect: {effect!r}")
+
+
+if __name__ == "__main__":
+    process.main("rank", run)

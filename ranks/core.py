@@ -1,0 +1,459 @@
+"""A rank's state machine: commands and step results in, schedules and outputs out.
+
+It connects the frontends (command bus), one scheduler and the executor (step bus). Nothing is scheduled before the
+executor has said what KV pool there is; when it is lost, all requests end with an error and the pool is void.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bus.config import Config
+from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick
+from bus.counters import Counters
+from bus.log import get_logger
+from bus.messages import (
+    AbortRequests,
+    AddRequest,
+    AppendInput,
+    Command,
+    CommandRequest,
+    Drain,
+    Error,
+    FinishRequests,
+    GetPauseState,
+    KvEvents,
+    KvPool,
+    Message,
+    Outputs,
+    PauseState,
+    Reply,
+    RequestEnded,
+    Resume,
+    Schedule,
+    SetPause,
+    Shutdown,
+    StepResult,
+    UpdateFromOutput,
+)
+from ranks.commands import HELD, SIMPLE, SINGLE_STEP
+from ranks.publishing import LoadReports
+from ranks.scheduler import BrokenResult, Ended, Refused, Scheduler, StepOutputs
+
+log = get_logger()
+
+_PAUSE_STATE: dict[str, PauseState] = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}
+
+
+@dataclass(slots=True)
+class _Frontend:
+    """A frontend that is up. `acknowledged` is the last number it gave its work for this rank."""
+
+    peer: Peer
+    acknowledged: int = 0
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """A command that is answered later: when `value` gives something, or with an error at `deadline`."""
+
+    peer: Peer
+    command_id: int
+    deadline: float
+    value: Callable[[], Any]
+
+
+class RankCore:
+    """One rank. `build` makes a scheduler for a KV pool."""
+
+    def __init__(self, index: int, config: Config, build: Callable[[KvPool], Scheduler], counters: Counters) -> None:
+        self._name = f"rank {index}"
+        self._config = config
+        self._build = build
+        self._counters = counters
+        self._now = 0.0
+        self._frontends: dict[int, _Frontend] = {}
+        self._executor: Peer | None = None
+        self._pool: KvPool | None = None
+        self._scheduler: Scheduler | None = None
+        self._next_step = 0
+        self._in_flight: deque[int] = deque()
+        self._may_schedule = False
+        """Something has happened since the scheduler last had nothing to run."""
+        self._pause_state: PauseState = "unpaused"
+        self._pause_waits_for_running = False
+        self._draining = False
+        self._deferred: list[_Deferred] = []
+        self._loads = LoadReports(counters)
+        self._kv_number = 0
+        self._effects: list[Effect] = []
+        self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
+            AddRequest: self._add,
+            AppendInput: self._append,
+            AbortRequests: self._abort,
+            CommandRequest: self._command,
+            KvPool: self._new_pool,
+            StepResult: self._step_result,
+            Error: self._error,
+        }
+        self._on_command: dict[type[Command], Callable[[Peer, int, Any, float], None]] = {
+            FinishRequests: self._finish_requests,
+            SetPause: self._set_pause,
+            Resume: self._resume,
+            GetPauseState: self._get_pause_state,
+            Drain: self._drain,
+            Shutdown: self._shutdown,
+            Schedule: self._single_step_schedule,
+            UpdateFromOutput: self._single_step_update,
+        }
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take an event; see `bus.core.Core`."""
+        match event:
+            case Received(peer, message):
+                self._on_message[type(message)](peer, message)
+            case Drained(now):
+                self._now = now
+                self._drained()
+            case Tick(now, _):
+                self._now = now
+                self._expire()
+                self._loads.refresh(now)
+            case PeerUp(peer):
+                self._peer_up(peer)
+            case PeerDown(peer, reason):
+                self._peer_down(peer, reason)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._effects.append(Send(peer, message))
+
+    # Peers
+
+    def _peer_up(self, peer: Peer) -> None:
+        if peer.role == "executor":
+            self._executor = peer
+            return
+        self._frontends[peer.index] = _Frontend(peer)
+        self._publish_kv()
+        self._send(peer, self._kv_snapshot())
+
+    def _peer_down(self, peer: Peer, reason: str) -> None:
+        if peer.role == "executor":
+            self._executor = self._pool = None
+            self._end_all(f"the executor was lost ({reason}) while the request ran on {self._name}; send it again")
+            return
+        del self._frontends[peer.index]
+        self._loads.forget(peer.index)
+        self._deferred = [deferred for deferred in self._deferred if deferred.peer != peer]
+        if self._scheduler is not None:
+            lost = self._scheduler.finish(peer.index, None, "abort")
+            self._counters.add("rank_orphaned_requests", len(lost))
+            self._woken()
+
+    def _error(self, peer: Peer, error: Error) -> None:
+        self._counters.add(f"rank_errors_received/{peer.role}")
+        log.warning("a peer reports an error", peer=str(peer), code=error.code, detail=error.message)
+
+    # The KV pool and steps
+
+    def _new_pool(self, peer: Peer, pool: KvPool) -> None:
+        self._end_all(f"the executor began anew while the request ran on {self._name}; send it again")
+        self._pool = pool
+        self._scheduler = self._build(pool)
+        self._scheduler.set_pause(self._pause_state)
+        log.info(
+            "kv pool received",
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=pool.max_model_len,
+        )
+
+    def _end_all(self, message: str) -> None:
+        """All requests end with an error and the scheduler goes, with its KV blocks and prefix cache."""
+        if self._scheduler is None:
+            return
+        ended = self._scheduler.finish_ids(None, "error", "unavailable", message)
+        if ended:
+            log.warning("unfinished requests end", count=len(ended), detail=message)
+        self._tell(ended)
+        self._scheduler = None
+        self._in_flight.clear()
+        self._broadcast_kv_snapshot()
+        self._loads.changed = True
+
+    def _drained(self) -> None:
+        if self._scheduler is not None and self._executor is not None and not self._config.single_step:
+            while self._may_schedule and len(self._in_flight) < self._config.async_depth:
+                schedule = self._scheduler.schedule(self._next_step, self._now)
+                if schedule is None:
+                    self._may_schedule = False
+                else:
+                    self._begin_step()
+                    self._send(self._executor, schedule)
+        self._settle()
+        self._publish_kv()
+        self._publish_load()
+
+    def _begin_step(self) -> None:
+        self._in_flight.append(self._next_step)
+        self._next_step += 1
+
+    def _step_result(self, peer: Peer, result: StepResult) -> None:
+        if self._scheduler is None or self._config.single_step or result.step not in self._in_flight:
+            self._counters.add("rank_stale_results")
+            return
+        try:
+            if result.step != self._in_flight[0]:
+                raise BrokenResult(f"step {self._in_flight[0]} comes before it")
+            outputs = self._scheduler.update(result)
+        except BrokenResult as broken:
+            self._counters.add("rank_broken_results")
+            log.error("the executor's result does not fit", step=result.step, detail=str(broken))
+            pool = self._pool
+            assert pool is not None  # there is a scheduler
+            self._end_all(f"the executor's result of step {result.step} did not fit: {broken}; send the request again")
+            self._scheduler = self._build(pool)
+            self._scheduler.set_pause(self._pause_state)
+            return
+        self._in_flight.popleft()
+        self._tell_outputs(outputs)
+        self._woken()
+
+    def _woken(self) -> None:
+        self._may_schedule = True
+        self._loads.changed = True
+
+    # Requests
+
+    def _add(self, peer: Peer, request: AddRequest) -> None:
+        self._frontends[peer.index].acknowledged = request.sequence
+        self._loads.changed = True
+        scheduler = self._scheduler
+        if scheduler is not None and scheduler.has(peer.index, request.handle):
+            message = f"handle {request.handle} is in use; handles of unfinished requests must differ"
+            self._send(peer, Error(code="handle_in_use", message=message, request_id=request.request_id))
+        elif scheduler is None:
+            self._refuse(peer, request.handle, "unavailable", f"{self._name} has no executor to run requests on")
+        elif self._draining:
+            self._refuse(peer, request.handle, "unavailable", f"{self._name} is draining; it takes no new requests")
+        else:
+            try:
+                scheduler.add(peer.index, request, self._now)
+            except Refused as refused:
+                self._refuse(peer, request.handle, "invalid", str(refused))
+            else:
+                self._woken()
+
+    def _refuse(self, peer: Peer, handle: int, code: str, message: str) -> None:
+        self._counters.add(f"rank_refused_requests/{code}")
+        ended = RequestEnded(handle=handle, reason="error", code=code, message=message)
+        self._send(peer, Outputs(ended=[ended]))
+
+    def _append(self, peer: Peer, turn: AppendInput) -> None:
+        self._frontends[peer.index].acknowledged = turn.sequence
+        self._woken()
+        if self._scheduler is None:
+            message = f"{self._name} has no executor to run requests on"
+            self._send(peer, Error(code="unavailable", message=message))
+            return
+        try:
+            self._tell(self._scheduler.append(peer.index, turn))
+        except Refused as refused:
+            self._counters.add("rank_refused_turns")
+            self._send(peer, Error(code="invalid", message=str(refused)))
+
+    def _abort(self, peer: Peer, abort: AbortRequests) -> None:
+        if self._scheduler is not None:
+            self._tell(self._scheduler.finish(peer.index, abort.handles, "abort"))
+            self._woken()
+
+    def _tell(self, ended: list[Ended]) -> None:
+        """Tell frontends of requests that ended outside of a step, each in one message."""
+        by_frontend: dict[int, list[RequestEnded]] = {}
+        for item in ended:
+            by_frontend.setdefault(item.frontend, []).append(item.ended)
+        for frontend, items in by_frontend.items():
+            self._send(self._frontends[frontend].peer, Outputs(ended=items))
+
+    def _tell_outputs(self, outputs: StepOutputs) -> None:
+        for frontend, message in outputs.messages:
+            self._send(self._frontends[frontend].peer, message)
+
+    # Commands
+
+    def _command(self, peer: Peer, request: CommandRequest) -> None:
+        body = request.body
+        command_id = request.command_id
+        special = self._on_command.get(type(body))
+        if special is not None:
+            seconds = self._config.command_deadline_s if request.deadline_s is None else request.deadline_s
+            special(peer, command_id, body, self._now + seconds)
+            return
+        code, message = self._why_not(type(body))
+        if code:
+            self._fail(peer, command_id, code, message)
+            return
+        assert self._scheduler is not None  # or there would be a code
+        try:
+            value = SIMPLE[type(body)](self._scheduler, body)
+        except Refused as refused:
+            self._fail(peer, command_id, "invalid", str(refused))
+            return
+        self._reply(peer, command_id, value)
+        self._woken()  # there may be room now: caches may have been reset
+
+    def _why_not(self, command: type[Command]) -> tuple[str, str]:
+        """Code and sentence of what a command lacks, empty if nothing."""
+        if command in SINGLE_STEP and not self._config.single_step:
+            return "not_single_step", f"{command.__name__} is for single-step mode; set single_step = true"
+        if self._scheduler is None:
+            return "unavailable", f"{self._name} has no KV pool yet; the executor gives it one"
+        if command in HELD and not self._in_flight:
+            return "not_held", "no schedule is held; Schedule must come first"
+        if command is Schedule and self._in_flight:
+            return "held", "a schedule is held; UpdateFromOutput must come first"
+        return "", ""
+
+    def _reply(self, peer: Peer, command_id: int, value: Any) -> None:
+        self._send(peer, Reply(command_id=command_id, value=value))
+
+    def _fail(self, peer: Peer, command_id: int, code: str, message: str) -> None:
+        self._send(peer, Error(code=code, message=message, command_id=command_id))
+
+    def _finish_requests(self, peer: Peer, command_id: int, body: FinishRequests, _deadline: float) -> None:
+        ended = [] if self._scheduler is None else self._scheduler.finish_ids(body.request_ids, "abort")
+        self._tell(ended)
+        self._reply(peer, command_id, [item.request_id for item in ended])
+        self._woken()
+
+    def _set_pause(self, peer: Peer, command_id: int, body: SetPause, deadline: float) -> None:
+        if body.mode == "abort" and self._scheduler is not None:
+            message = f"{self._name} was paused, and all requests with it"
+            self._tell(self._scheduler.finish_ids(None, "abort", "", message))
+        self._change_pause(_PAUSE_STATE[body.mode])
+        self._pause_waits_for_running = body.mode == "wait"
+        self._deferred.append(_Deferred(peer, command_id, deadline, self._reached_pause))
+
+    def _reached_pause(self) -> PauseState | None:
+        """The pause state once it holds: nothing runs that must not; None before that."""
+        if self._pause_state != "unpaused":
+            if self._in_flight:
+                return None
+            if self._pause_waits_for_running and self._scheduler is not None and self._scheduler.load().running:
+                return None
+        return self._pause_state
+
+    def _resume(self, peer: Peer, command_id: int, _body: Resume, _deadline: float) -> None:
+        self._draining = False
+        self._change_pause("unpaused")
+        self._reply(peer, command_id, self._pause_state)
+
+    def _change_pause(self, state: PauseState) -> None:
+        self._pause_state = state
+        if self._scheduler is not None:
+            self._scheduler.set_pause(state)
+        self._woken()
+
+    def _get_pause_state(self, peer: Peer, command_id: int, _body: GetPauseState, _deadline: float) -> None:
+        self._reply(peer, command_id, self._pause_state)
+
+    def _drain(self, peer: Peer, command_id: int, _body: Drain, deadline: float) -> None:
+        self._draining = True
+        self._loads.changed = True
+        self._deferred.append(_Deferred(peer, command_id, deadline, self._is_drained))
+
+    def _is_drained(self) -> bool | None:
+        """True when the last request has ended, False when a Resume came in between, None while there are some."""
+        if not self._draining:
+            return False
+        if self._scheduler is not None and self._scheduler.unfinished():
+            return None
+        return True
+
+    def _shutdown(self, peer: Peer, command_id: int, _body: Shutdown, _deadline: float) -> None:
+        self._reply(peer, command_id, True)
+        self._effects.append(Stop("a frontend asked it to shut down"))
+
+    def _settle(self) -> None:
+        """Answer the commands that can be answered now."""
+        waiting = []
+        for deferred in self._deferred:
+            value = deferred.value()
+            if value is None:
+                waiting.append(deferred)
+            else:
+                self._reply(deferred.peer, deferred.command_id, value)
+        self._deferred = waiting
+
+    def _expire(self) -> None:
+        late = [deferred for deferred in self._deferred if deferred.deadline <= self._now]
+        self._deferred = [deferred for deferred in self._deferred if deferred.deadline > self._now]
+        for deferred in late:
+            self._fail(deferred.peer, deferred.command_id, "deadline", f"{self._name} did not get there in time")
+
+    # Single-step mode
+
+    def _single_step_schedule(self, peer: Peer, command_id: int, _body: Schedule, _deadline: float) -> None:
+        code, message = self._why_not(Schedule)
+        if self._scheduler is None or code:
+            self._fail(peer, command_id, code, message)
+            return
+        value = self._scheduler.render(self._next_step, self._now)
+        self._begin_step()
+        self._woken()
+        self._reply(peer, command_id, value)
+
+    def _single_step_update(self, peer: Peer, command_id: int, body: UpdateFromOutput, _deadline: float) -> None:
+        code, message = self._why_not(UpdateFromOutput)
+        if self._scheduler is None or code:
+            self._fail(peer, command_id, code, message)
+            return
+        try:
+            outputs = self._scheduler.update_by_id(body.sampled_token_ids)
+        except Refused as refused:
+            self._fail(peer, command_id, "invalid", str(refused))
+            return
+        self._in_flight.popleft()
+        self._tell_outputs(outputs)
+        self._woken()
+        self._reply(peer, command_id, outputs.emitted)
+
+    # What frontends are told without asking
+
+    def _publish_load(self) -> None:
+        figures = None
+        for index, frontend in self._frontends.items():
+            if self._loads.is_due(index):
+                if figures is None:
+                    figures = self._scheduler.load() if self._scheduler is not None else None
+                load = self._loads.make(index, figures, frontend.acknowledged, self._pause_state, self._draining)
+                if load is not None:
+                    self._send(frontend.peer, load)
+        self._loads.changed = False
+
+    def _publish_kv(self) -> None:
+        if self._scheduler is None:
+            return
+        changes = self._scheduler.take_kv_changes()
+        if changes.cleared:
+            self._broadcast_kv_snapshot()
+        elif changes.stored or changes.removed:
+            self._kv_number += 1
+            events = KvEvents(
+                number=self._kv_number, stored=memoryview(changes.stored), removed=memoryview(changes.removed)
+            )
+            for frontend in self._frontends.values():
+                self._send(frontend.peer, events)
+
+    def _broadcast_kv_snapshot(self) -> None:
+        self._kv_number += 1
+        snapshot = self._kv_snapshot()
+        for frontend in self._frontends.values():
+            self._send(frontend.peer, snapshot)
+
+    def _kv_snapshot(self) -> KvEvents:
+        stored = b"" if self._scheduler is None else self._scheduler.kv_snapshot()
+        return KvEvents(number=self._kv_number, snapshot=True, stored=memoryview(stored))

@@ -1,0 +1,66 @@
+"""When frontends are told of a rank's load: after a change that matters to routing, and once a second in full."""
+
+from bus.counters import Counters
+from bus.messages import Load, PauseState
+from ranks.scheduler import LoadFigures
+
+FULL_INTERVAL_S = 1.0
+_NOTHING = LoadFigures(0, 0, 0, None, 0, 0)
+
+
+class LoadReports:
+    """Knows what each frontend was told last."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._number = 0
+        self._told: dict[int, tuple[object, ...]] = {}
+        self._next_full = 0.0
+        self.changed = False
+        """Something has happened that may have changed the load."""
+
+    def is_due(self, frontend: int) -> bool:
+        """Whether it is worth making a report for this frontend."""
+        return self.changed or frontend not in self._told
+
+    def make(
+        self, frontend: int, figures: LoadFigures | None, acknowledged: int, pause_state: PauseState, draining: bool
+    ) -> Load | None:
+        """A report for a frontend, None if it knows already. Without `figures` the rank has nothing to run on."""
+        figures = figures or _NOTHING
+        matters = (
+            figures.running,
+            figures.waiting,
+            figures.pending_prefill_tokens,
+            figures.num_blocks,
+            acknowledged,
+            pause_state,
+            draining,
+        )
+        if self._told.get(frontend) == matters:
+            return None
+        self._told[frontend] = matters
+        self._number += 1
+        return Load(
+            number=self._number,
+            acknowledged=acknowledged,
+            running=figures.running,
+            waiting=figures.waiting,
+            pending_prefill_tokens=figures.pending_prefill_tokens,
+            min_remaining_output=figures.min_remaining_output,
+            used_blocks=figures.used_blocks,
+            num_blocks=figures.num_blocks,
+            pause_state=pause_state,
+            draining=draining,
+            counters=self._counters.snapshot(),
+        )
+
+    def forget(self, frontend: int) -> None:
+        """The frontend is gone."""
+        self._told.pop(frontend, None)
+
+    def refresh(self, now: float) -> None:
+        """Make a full report due when it is time for one."""
+        if now >= self._next_full:
+            self._next_full = now + FULL_INTERVAL_S
+            self._told.clear()

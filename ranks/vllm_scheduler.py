@@ -1,0 +1,578 @@
+"""vLLM's own v1 scheduler behind the rank's interface: rows and deltas outside, its requests and schedules inside.
+
+With a depth of two steps it is vLLM's `AsyncScheduler`, otherwise its `Scheduler`. Block 0 is vLLM's null block, so of
+a pool's blocks one less is used; a pool smaller than the longest request shortens what a request may have. Block names
+in the prefix cache are those of `bus.prefix`: vLLM takes them as they are. The one place where vLLM is steered is how
+many requests it may admit: as many as there are free rows.
+
+Sessions are vLLM's own, faults included: appends are passed on, but for those that vLLM would answer with an
+assertion. A session gives its row back at the end of a turn and resumes with all its tokens.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState as VllmPauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from bus.config import Config
+from bus.counters import Counters
+from bus.messages import (
+    AddRequest,
+    AppendInput,
+    FinishReason,
+    Ints,
+    KvPool,
+    Logprobs,
+    NewRow,
+    PartialSchedule,
+    PauseState,
+    RequestEnded,
+    RequestStarted,
+    ResumeRow,
+    Sampling,
+    StepResult,
+)
+from bus.prefix import block_hashes, split_hashes
+from bus.wire import pack_ints, unpack_ints
+from ranks.kv_names import KvNames
+from ranks.outbox import Outbox
+from ranks.rows import Rows
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from ranks.vllm_engine import Engine
+from ranks.vllm_rendering import render
+from ranks.vllm_requests import new_request, next_turn, sampling_of
+from ranks.vllm_statistics import Statistics
+
+NO_SAMPLE = -1
+NOT_A_NUMBER = -2
+
+_STATUS = {
+    "abort": RequestStatus.FINISHED_ABORTED,
+    "error": RequestStatus.FINISHED_ERROR,
+    "length": RequestStatus.FINISHED_LENGTH_CAPPED,
+    "stop": RequestStatus.FINISHED_STOPPED,
+}
+_PAUSE = {
+    "unpaused": VllmPauseState.UNPAUSED,
+    "paused_new": VllmPauseState.PAUSED_NEW,
+    "paused_all": VllmPauseState.PAUSED_ALL,
+}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A request and vLLM's object for it. `name` is its id in renderings: the request's own, made unique."""
+
+    frontend: int
+    handle: int
+    request_id: str
+    name: str
+    vllm: Request
+    sampling: Sampling
+    added_at: float
+    row: int = -1
+    entered: bool = False
+    """Whether it has been in a row before."""
+
+
+class _Step(NamedTuple):
+    """A step in flight: its requests, their rows and whether they sample, in the order of the schedule."""
+
+    number: int
+    output: SchedulerOutput
+    entries: list[_Entry]
+    rows: list[int]
+    samples: list[bool]
+    started: list[tuple[_Entry, RequestStarted]]
+
+
+class _Hooks:
+    """What the adapter wants to hear from inside vLLM's scheduler."""
+
+    statistics: Statistics
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> None:
+        invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        self.statistics.take_draft(num_draft_tokens - invalid, num_accepted_tokens)
+
+
+class _Sync(_Hooks, SyncScheduler): ...
+
+
+class _Async(_Hooks, AsyncScheduler): ...
+
+
+class _KvEventSink:
+    """Stands where vLLM publishes its prefix-cache events."""
+
+    def __init__(self, names: KvNames) -> None:
+        self._names = names
+
+    def publish(self, batch: Any) -> None:
+        self.take(batch.events)
+
+    def take(self, events: list[Any]) -> None:
+        for event in events:
+            kind = type(event).__name__
+            if kind == "BlockStored":
+                for name in event.block_hashes:
+                    self._names.store(name)
+            elif kind == "BlockRemoved":
+                for name in event.block_hashes:
+                    self._names.remove(name)
+            else:
+                self._names.clear()
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class VllmScheduler:
+    """One rank's `ranks.scheduler.Scheduler` on vLLM's."""
+
+    def __init__(self, config: Config, pool: KvPool, engine: Engine, counters: Counters) -> None:
+        self._config = config
+        self._pool = pool
+        self._engine = engine
+        self._counters = counters
+        self._usable_blocks = pool.num_blocks - 1
+        self._max_model_len = min(pool.max_model_len, self._usable_blocks * pool.block_size)
+        vllm_config, kv_config = engine.for_pool(pool, max(self._max_model_len, 1))
+        self._vllm = (_Async if config.async_depth > 1 else _Sync)(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_config,
+            structured_output_manager=engine.no_grammars(),
+            block_size=pool.block_size,
+            log_stats=config.log_stats,
+        )
+        self._names = KvNames()
+        self._sink = _KvEventSink(self._names)
+        self._vllm.kv_event_publisher = self._sink
+        self._statistics = self._vllm.statistics = Statistics()
+        self._has_grammars = False
+        self._rows = Rows(config.max_num_seqs)
+        self._steps: deque[_Step] = deque()
+        self._num_added = 0
+        self._by_id: dict[str, _Entry] = {}
+        self._by_key: dict[tuple[int, int], _Entry] = {}
+        self._by_name: dict[str, _Entry] = {}
+        self._finished_names: dict[str, str] = {}
+        """Names of requests, by vLLM's id, that no schedule has told of yet."""
+
+    # Requests
+
+    def add(self, frontend: int, request: AddRequest, now: float) -> None:
+        num_outputs = request.output_token_ids.nbytes // 4
+        num_prompt = request.prompt_token_ids.nbytes // 4
+        if num_prompt == 0:
+            raise Refused("the prompt is empty; at least one token is needed")
+        self._check_fits(num_prompt + num_outputs)
+        self._check_sampling(request.sampling, num_outputs)
+        try:
+            vllm = new_request(
+                self._num_added,
+                frontend,
+                request,
+                self._pool.block_size,
+                self._config.enable_prefix_caching,
+            )
+        except ValueError as error:
+            raise Refused(f"the sampling parameters cannot be used: {error}") from None
+        if vllm.use_structured_output:
+            self._compile_grammar(vllm)
+        self._num_added += 1
+        name = request.request_id
+        if name in self._by_name:
+            name = f"{name}@{frontend}/{request.handle}"
+        entry = _Entry(frontend, request.handle, request.request_id, name, vllm, request.sampling, now)
+        self._by_id[vllm.request_id] = self._by_key[frontend, request.handle] = self._by_name[name] = entry
+        self._vllm.add_request(vllm)
+
+    def has(self, frontend: int, handle: int) -> bool:
+        return (frontend, handle) in self._by_key
+
+    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
+        entry = self._by_key.get((frontend, turn.handle))
+        if entry is None:
+            raise Refused("the session is not known: it has ended, or was never opened")
+        if not entry.vllm.resumable:
+            raise Refused(f"request {entry.request_id} is no session; open it with resumable to append to it")
+        sampling = turn.sampling or entry.sampling
+        if not turn.close:
+            num_new = turn.prompt_token_ids.nbytes // 4
+            if num_new == 0:
+                raise Refused("the turn is empty; at least one token is needed")
+            queued = sum(len(update.prompt_token_ids) for update in entry.vllm.streaming_queue if update)
+            self._check_fits(entry.vllm.num_tokens + queued + num_new)
+            self._check_sampling(sampling, 0)
+        self._vllm.add_request(next_turn(entry.vllm, turn, sampling))
+        return [self._forget(entry, "abort")] if entry.vllm.is_finished() else []
+
+    def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
+        if handles is None:
+            return self._finish([entry for entry in self._by_key.values() if entry.frontend == frontend], reason)
+        keys = dict.fromkeys((frontend, handle) for handle in unpack_ints(handles).tolist())
+        return self._finish([self._by_key[key] for key in keys if key in self._by_key], reason)
+
+    def finish_ids(
+        self, request_ids: list[str] | None, reason: FinishReason, code: str = "", message: str = ""
+    ) -> list[Ended]:
+        wanted = None if request_ids is None else frozenset(request_ids)
+        entries = [entry for entry in self._by_key.values() if wanted is None or entry.request_id in wanted]
+        return self._finish(entries, reason, code, message)
+
+    def _finish(self, entries: list[_Entry], reason: FinishReason, code: str = "", message: str = "") -> list[Ended]:
+        if entries:
+            self._vllm.finish_requests([entry.vllm.request_id for entry in entries], _STATUS[reason])
+        return [self._forget(entry, reason, code=code, message=message) for entry in entries]
+
+    def _forget(
+        self, entry: _Entry, reason: FinishReason, stop_reason: int | None = None, code: str = "", message: str = ""
+    ) -> Ended:
+        """Drop a request that vLLM has finished."""
+        del self._by_id[entry.vllm.request_id]
+        del self._by_key[entry.frontend, entry.handle]
+        del self._by_name[entry.name]
+        self._finished_names[entry.vllm.request_id] = entry.name
+        self._leave_row(entry)
+        ended = RequestEnded(handle=entry.handle, reason=reason, stop_reason=stop_reason, code=code, message=message)
+        return Ended(entry.frontend, entry.request_id, ended)
+
+    def _leave_row(self, entry: _Entry) -> None:
+        if entry.row >= 0:
+            self._rows.leave(entry.row)
+            entry.row = -1
+
+    def _check_fits(self, num_tokens: int) -> None:
+        """A request that fits the pool alone can always finish: preempting all others makes room for it."""
+        if num_tokens < self._max_model_len:
+            return
+        if self._max_model_len < self._pool.max_model_len:
+            limit = f"{self._usable_blocks} KV blocks of {self._pool.block_size} tokens hold {self._max_model_len}"
+        else:
+            limit = f"the context holds {self._max_model_len}"
+        raise Refused(f"the request has {num_tokens} tokens; {limit}, one of which must be left for output")
+
+    def _check_sampling(self, sampling: Sampling, num_outputs: int) -> None:
+        if sampling.max_tokens <= num_outputs:
+            raise Refused(f"max_tokens is {sampling.max_tokens}; it must be at least {num_outputs + 1}")
+        if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+            raise Refused(f"min_tokens is {sampling.min_tokens}; it must be from 0 to {sampling.max_tokens}")
+        if sampling.grammar is not None and not self._config.single_step:
+            raise Refused("grammars are only available in single-step mode; leave the grammar out")
+
+    def _compile_grammar(self, vllm: Request) -> None:
+        if not self._has_grammars:
+            self._vllm.structured_output_manager = self._engine.grammars()
+            self._has_grammars = True
+        manager = self._vllm.structured_output_manager
+        manager.grammar_init(vllm)
+        grammar = vllm.structured_output_request.grammar
+        if isinstance(grammar, Exception):
+            raise Refused(f"the grammar cannot be used: {grammar}")
+        if not manager.accept_tokens(vllm, list(vllm.output_token_ids)):
+            raise Refused("the grammar does not allow the output there is already")
+
+    # Steps
+
+    def schedule(self, step: int, now: float) -> PartialSchedule | None:
+        output = self._schedule()
+        while not output.num_scheduled_tokens and output.preempted_req_ids:
+            output = self._schedule()  # vLLM admits nothing in a schedule that preempts; there is room now
+        self._finished_names.clear()
+        return self._dispatch(step, now, output) if output.num_scheduled_tokens else None
+
+    def update(self, result: StepResult) -> StepOutputs:
+        step = self._steps[0]
+        tokens = unpack_ints(result.tokens).tolist()
+        if len(tokens) != len(step.rows):
+            raise BrokenResult(f"it has {len(tokens)} tokens for {len(step.rows)} rows")
+        for row, samples, token in zip(step.rows, step.samples, tokens, strict=True):
+            allowed = token == NOT_A_NUMBER or (0 <= token < self._pool.vocab_size if samples else token == NO_SAMPLE)
+            if not allowed:
+                raise BrokenResult(f"row {row}, which {'samples' if samples else 'does not sample'}, has token {token}")
+        broken = [entry for entry, token in zip(step.entries, tokens, strict=True) if token == NOT_A_NUMBER]
+        return self._update([[token] if token >= 0 else [] for token in tokens], broken, result.logprobs)
+
+    def set_pause(self, state: PauseState) -> None:
+        self._vllm.set_pause_state(_PAUSE[state])
+
+    def _schedule(self) -> SchedulerOutput:
+        """Let vLLM schedule, with no more requests running than there are rows for."""
+        vllm = self._vllm
+        vllm.max_num_active_reqs = len(vllm.running) + vllm.num_waiting_for_streaming_input + self._rows.num_free
+        output = vllm.schedule()
+        for request_id in sorted(output.preempted_req_ids or ()):
+            self._counters.add("scheduler_preemptions")
+            self._statistics.take_preemption()
+            if request_id in self._by_id:
+                self._leave_row(self._by_id[request_id])
+        return output
+
+    def _dispatch(self, number: int, now: float, output: SchedulerOutput) -> PartialSchedule:
+        """Put a schedule in flight and express it in rows."""
+        cached = output.scheduled_cached_reqs
+        entering = [(data.req_id, data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
+        block_rows: list[int] = []
+        block_ids: list[int] = []
+        for request_id, blocks, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                entering.append((request_id, blocks, num_computed))
+            elif blocks is not None:
+                block_rows += [self._by_id[request_id].row] * len(blocks[0])
+                block_ids += blocks[0]
+        new: list[NewRow] = []
+        resumed: list[ResumeRow] = []
+        started: list[tuple[_Entry, RequestStarted]] = []
+        for request_id, blocks, num_computed in entering:
+            entry = self._by_id[request_id]
+            entry.row = self._rows.take()
+            if entry.entered or entry.vllm.num_output_tokens:
+                resumed.append(_resume_row(entry, blocks[0], num_computed))
+            else:
+                new.append(_new_row(entry, blocks[0], num_computed))
+            if not entry.entered:
+                entry.entered = True
+                started.append((entry, self._start(entry, num_computed, now)))
+        entries = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
+        rows = [entry.row for entry in entries]
+        for row in rows:
+            self._rows.use(row, number)
+        samples = [not entry.vllm.is_prefill_chunk for entry in entries]
+        self._steps.append(_Step(number, output, entries, rows, samples, started))
+        counts = list(output.num_scheduled_tokens.values())
+        self._counters.add("scheduler_steps")
+        self._counters.add("scheduler_scheduled_tokens", output.total_num_scheduled_tokens)
+        return PartialSchedule(
+            step=number,
+            rows=pack_ints(rows),
+            num_tokens=pack_ints(counts if any(count != 1 for count in counts) else []),
+            block_rows=pack_ints(block_rows),
+            block_ids=pack_ints(block_ids),
+            new=new,
+            resumed=resumed,
+            more=self._expects_more(),
+        )
+
+    def _start(self, entry: _Entry, num_cached: int, now: float) -> RequestStarted:
+        self._counters.add("scheduler_prompt_tokens", entry.vllm.num_prompt_tokens)
+        self._counters.add("scheduler_cached_prompt_tokens", num_cached)
+        return RequestStarted(handle=entry.handle, queued_s=max(now - entry.added_at, 0.0), cached_tokens=num_cached)
+
+    def _expects_more(self) -> bool:
+        """Whether anything is left to run after the steps in flight, unless a stop token ends it."""
+        if self._num_waiting():
+            return True
+        for request in self._vllm.running:
+            in_flight = request.num_output_placeholders or (0 if request.is_prefill_chunk else 1)
+            if request.num_output_tokens + in_flight < request.max_tokens:
+                return True
+        return False
+
+    def _update(self, sampled: list[list[int]], broken: list[_Entry], logprobs: list[Logprobs]) -> StepOutputs:
+        """Give vLLM the oldest step's tokens, in the order of its rows."""
+        step = self._steps.popleft()
+        self._rows.complete(step.number)
+        outbox = Outbox(step.number)
+        for entry, started in step.started:
+            if self._is_alive(entry):
+                outbox.started(entry.frontend, started)
+        for entry in broken:
+            if self._is_alive(entry):
+                self._counters.add("scheduler_nan_requests")
+                for ended in self._finish([entry], "error", "nan", "the model produced NaN logits"):
+                    outbox.ended(ended, entry.name)
+        alive = [self._is_alive(entry) and entry.row == row for entry, row in zip(step.entries, step.rows, strict=True)]
+        ids = [entry.vllm.request_id for entry in step.entries]
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        num_sampled = sum(map(len, sampled))
+        delivered: dict[str, list[int]] = {}
+        for _, outputs in sorted(self._vllm.update_from_output(step.output, result).items()):
+            if outputs.scheduler_stats is not None:
+                self._statistics.take_step(outputs.scheduler_stats)
+            for output in outputs.outputs:
+                entry = self._by_id[output.request_id]
+                delivered[output.request_id] = output.new_token_ids
+                outbox.tokens(entry.frontend, entry.handle, entry.name, output.new_token_ids)
+                reason = cast(FinishReason, str(output.finish_reason))
+                if entry.vllm.is_finished():
+                    outbox.ended(self._forget(entry, reason, output.stop_reason), entry.name)
+                elif output.finish_reason is not None:
+                    outbox.turn_ended(entry.name, reason, output.stop_reason)
+                    self._leave_row(entry)
+        num_delivered = sum(map(len, delivered.values()))
+        self._counters.add("scheduler_generated_tokens", num_delivered)
+        self._counters.add("scheduler_dropped_tokens", num_sampled - num_delivered)
+        place_of = {row: i for i, row in enumerate(step.rows)}
+        for item in logprobs:
+            i = place_of.get(item.owner)
+            if i is not None and (ids[i] in delivered or (alive[i] and not sampled[i])):
+                entry = step.entries[i]
+                outbox.logprobs(entry.frontend, msgspec.structs.replace(item, owner=entry.handle))
+        return outbox.close()
+
+    def _is_alive(self, entry: _Entry) -> bool:
+        return self._by_id.get(entry.vllm.request_id) is entry
+
+    # Single-step mode
+
+    def render(self, step: int, now: float) -> dict[str, Any]:
+        output = self._schedule()
+        names, self._finished_names = self._finished_names, {}
+        self._dispatch(step, now, output)
+        return render(output, lambda request_id: names.get(request_id) or self._by_id[request_id].name)
+
+    def update_by_id(self, sampled: dict[str, list[int]]) -> StepOutputs:
+        step = self._steps[0]
+        unknown = [name for name in sampled if name not in {entry.name for entry in step.entries}]
+        if unknown:
+            raise Refused(f"request {unknown[0]} is not in the schedule that is held")
+        drafts = step.output.scheduled_spec_decode_tokens
+        for entry, samples in zip(step.entries, step.samples, strict=True):
+            tokens = sampled.get(entry.name, [])
+            most = 1 + len(drafts.get(entry.vllm.request_id, ())) if samples else 0
+            if self._is_alive(entry) and not min(most, 1) <= len(tokens) <= most:
+                raise Refused(
+                    f"request {entry.name} has {len(tokens)} sampled tokens; in this schedule it must have "
+                    + ("none: its prompt is not complete" if most == 0 else f"from 1 to {most}")
+                )
+            if any(not 0 <= token < self._pool.vocab_size for token in tokens):
+                raise Refused(f"request {entry.name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
+        return self._update([list(sampled.get(entry.name, [])) for entry in step.entries], [], [])
+
+    def bitmask(self) -> tuple[list[str], list[bytes]] | None:
+        grammar = self._vllm.get_grammar_bitmask(self._steps[0].output)
+        if grammar is None:
+            return None
+        names = [self._by_id[request_id].name for request_id in grammar.structured_output_request_ids]
+        return names, [row.astype("<i4").tobytes() for row in grammar.grammar_bitmask]
+
+    def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
+        known = {name: self._by_name[name].vllm for name in drafts if name in self._by_name}
+        ids = [request.request_id for request in known.values()]
+        self._vllm.update_draft_token_ids(DraftTokenIds(ids, [list(drafts[name]) for name in known]))
+        return [name for name, request in known.items() if request.spec_token_ids]
+
+    # Probes
+
+    def load(self) -> LoadFigures:
+        vllm = self._vllm
+        remaining = [
+            min(request.max_tokens - request.num_output_tokens, self._max_model_len - request.num_tokens)
+            for request in vllm.running
+        ]
+        return LoadFigures(
+            running=len(vllm.running),
+            waiting=self._num_waiting(),
+            pending_prefill_tokens=sum(map(_pending_prefill, vllm.requests.values())),
+            min_remaining_output=min(remaining, default=None),
+            used_blocks=self._usable_blocks - vllm.kv_cache_manager.block_pool.get_num_free_blocks(),
+            num_blocks=self._usable_blocks,
+        )
+
+    def token_count(self) -> int:
+        return sum(request.num_tokens for request in self._vllm.requests.values())
+
+    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+        self._take_events()
+        size = self._pool.block_size
+        names = split_hashes(block_hashes(prompt, size, cache_salt))[: max(prompt.nbytes // 4 - 1, 0) // size]
+        cached = 0
+        while cached < len(names) and names[cached] in self._names:
+            cached += 1
+        return cached * size
+
+    def unfinished(self) -> int:
+        return len(self._vllm.running) + self._num_waiting()
+
+    def request_counts(self) -> tuple[int, int]:
+        running, waiting = self._vllm.get_request_counts()
+        return running, waiting
+
+    def has_finished(self) -> bool:
+        return self._rows.num_leaving > 0 or bool(self._vllm.has_finished_requests())
+
+    def stats(self) -> dict[str, Any] | None:
+        stats = self._vllm.make_stats()
+        return None if stats is None else self._statistics.report(stats)
+
+    def _num_waiting(self) -> int:
+        return self.request_counts()[1] - self._vllm.num_waiting_for_streaming_input
+
+    # Caches
+
+    def reset_prefix_cache(self, reset_running: bool) -> bool:
+        try:
+            done = self._vllm.reset_prefix_cache(reset_running)
+        except RuntimeError:  # sessions that wait for input hold blocks
+            done = False
+        for entry in self._by_key.values():
+            if entry.vllm.status == RequestStatus.PREEMPTED:
+                self._leave_row(entry)
+        return bool(done)
+
+    def reset_encoder_cache(self) -> bool:
+        self._vllm.reset_encoder_cache()
+        return True
+
+    def take_kv_changes(self) -> KvChanges:
+        self._take_events()
+        return self._names.take_changes()
+
+    def kv_snapshot(self) -> bytes:
+        return self._names.snapshot()
+
+    def _take_events(self) -> None:
+        self._sink.take(self._vllm.kv_cache_manager.take_events())
+
+
+def _new_row(entry: _Entry, blocks: list[int], num_computed: int) -> NewRow:
+    return NewRow(
+        row=entry.row,
+        request_id=entry.request_id,
+        prompt_token_ids=pack_ints(entry.vllm.prompt_token_ids),
+        block_ids=pack_ints(blocks),
+        sampling=sampling_of(entry.vllm),
+        num_computed_tokens=num_computed,
+    )
+
+
+def _resume_row(entry: _Entry, blocks: list[int], num_computed: int) -> ResumeRow:
+    return ResumeRow(
+        row=entry.row,
+        request_id=entry.request_id,
+        token_ids=pack_ints(entry.vllm._all_token_ids),
+        num_output_tokens=entry.vllm.num_output_tokens,
+        block_ids=pack_ints(blocks),
+        sampling=sampling_of(entry.vllm),
+        num_computed_tokens=num_computed,
+    )
+
+
+def _pending_prefill(request: Request) -> int:
+    """Tokens of a request that are to be prefilled yet: none while it decodes, or waits for a session's input."""
+    if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+        return 0
+    if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
+        return 0
+    return int(request.num_tokens - request.num_computed_tokens)

@@ -1,0 +1,143 @@
+"""Random adds, aborts, resets and pauses in small pools: whatever happens, tokens, rows, positions and KV are right."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from bus.config import Config
+from bus.counters import Counters
+from bus.messages import KvPool, Sampling
+from bus.prefix import split_hashes
+from bus.wire import unpack_ints
+from tests.ranks.toy import VOCAB, ToyExecutor, generate, request
+
+MAX_MODEL_LEN = 48
+
+
+class Trace:
+    """One rank's life from a seed. Every token is checked when it comes, everything is clean when it ends."""
+
+    def __init__(self, make: Callable[..., Any], seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.config = Config(
+            max_num_seqs=self.draw.choice([1, 2, 5]),
+            max_num_batched_tokens=self.draw.choice([5, 12, 40]),
+            async_depth=self.draw.choice([1, 2]),
+            long_prefill_token_threshold=self.draw.choice([0, 3]),
+            enable_prefix_caching=self.draw.random() < 0.8,
+        )
+        pool = KvPool(
+            num_blocks=self.draw.choice([6, 9, 14, 60]), block_size=8, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB
+        )
+        self.max_model_len = min(MAX_MODEL_LEN, (pool.num_blocks - 1) * 8)
+        self.counters = Counters()
+        self.scheduler = make(self.config, pool, self.counters)
+        self.executor = ToyExecutor(pool, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self.step = 0
+        self.expected: dict[int, tuple[list[int], str]] = {}
+        self.output: dict[int, list[int]] = {}
+        self.names: set[bytes] = set()
+        self.aborted = 0
+
+    def run(self, num_requests: int) -> None:
+        for handle in range(num_requests):
+            self.add(handle)
+            for _ in range(self.draw.randrange(6)):
+                self.turn()
+        for _ in range(3000):
+            if not self.turn(quiet=True):
+                break
+        assert not self.output, "requests are left that never run"
+        load = self.scheduler.load()
+        assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
+        assert not self.scheduler.has_finished()
+        assert self.scheduler.reset_prefix_cache(False)
+
+    def add(self, handle: int) -> None:
+        shared = [7] * self.draw.randrange(0, 20) if self.draw.random() < 0.5 else []
+        prompt = [*shared, *(self.draw.randrange(VOCAB) for _ in range(self.draw.randrange(1, 18)))]
+        prompt = prompt[: self.max_model_len - 1]
+        options: dict[str, Any] = {"max_tokens": self.draw.randrange(1, 25)}
+        if self.draw.random() < 0.5:
+            options["stop_token_ids"] = [self.draw.randrange(VOCAB) for _ in range(4)]
+        self.expected[handle] = generate(prompt, Sampling(seed=0, **options), self.max_model_len)
+        self.output[handle] = []
+        if self.draw.random() < 0.1 and len(self.expected[handle][0]) > 2:
+            self.output[handle] = self.expected[handle][0][: self.draw.randrange(1, len(self.expected[handle][0]))]
+        message = request(
+            handle, prompt, output=self.output[handle], priority=self.draw.choice([0, 0, 0, 1, -1]), **options
+        )
+        self.scheduler.add(handle % 3, message, 0.0)
+
+    def turn(self, quiet: bool = False) -> bool:
+        """One thing a rank may do; whether anything was left to do."""
+        what = 1.0 if quiet else self.draw.random()
+        if what < 0.08 and self.output:
+            self.abort(self.draw.choice(sorted(self.output)))
+        elif what < 0.12:
+            self.scheduler.reset_prefix_cache(self.draw.random() < 0.5)
+        elif what < 0.15:
+            self.scheduler.set_pause(self.draw.choice(["paused_new", "paused_all"]))
+            self.turn()
+            self.scheduler.set_pause("unpaused")
+        sent = False
+        while len(self.executor.results) < self.config.async_depth:
+            schedule = self.scheduler.schedule(self.step, 0.0)
+            if schedule is None:
+                break
+            self.step += 1
+            sent = True
+            self.executor.run(schedule)
+            if self.draw.random() < 0.3:
+                break
+        if self.executor.results and (quiet or self.draw.random() < 0.8):
+            self.receive()
+            sent = True
+        self.check_names()
+        return sent
+
+    def abort(self, handle: int) -> None:
+        self.aborted += 1
+        ended = self.scheduler.finish_ids([f"r{handle}"], "abort")
+        assert [item.request_id for item in ended] == [f"r{handle}"]
+        self.output.pop(handle)
+
+    def receive(self) -> None:
+        for frontend, message in self.scheduler.update(self.executor.take()).messages:
+            handles, tokens = unpack_ints(message.handles).tolist(), unpack_ints(message.tokens).tolist()
+            assert not message.counts.nbytes
+            for handle, token in zip(handles, tokens, strict=True):
+                assert handle % 3 == frontend
+                done = self.output[handle]
+                assert token == self.expected[handle][0][len(done)]
+                done.append(token)
+            for ended in message.ended:
+                assert (self.output.pop(ended.handle), ended.reason) == self.expected[ended.handle]
+
+    def check_names(self) -> None:
+        changes = self.scheduler.take_kv_changes()
+        if changes.cleared:
+            self.names = set(split_hashes(self.scheduler.kv_snapshot()))
+            return
+        stored, removed = set(split_hashes(changes.stored)), set(split_hashes(changes.removed))
+        assert not stored & self.names
+        assert removed <= self.names
+        self.names = (self.names | stored) - removed
+
+
+def test_random_traces(make_vllm: Callable[..., Any]) -> None:
+    seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0}
+    for seed in range(60):
+        trace = Trace(make_vllm, seed)
+        try:
+            trace.run(num_requests=12)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        totals = trace.counters.snapshot()
+        seen["preempted"] += totals.get("scheduler_preemptions", 0) > 0
+        seen["hit"] += totals["scheduler_cached_prompt_tokens"] > 0
+        seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
+        seen["aborted"] += trace.aborted > 0
+        seen["resumed"] += trace.executor.resumed > 0
+    assert min(seen.values()) >= 12, seen

@@ -1,0 +1,147 @@
+"""A model and an executor for tests: exact about rows, positions and blocks, and quick.
+
+The toy model's next token is a hash of all tokens before it, so any way of scheduling a request gives the same tokens.
+The toy KV cache holds at each place a hash of the tokens up to there; before a row runs, everything it attends to must
+be in its blocks.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from bus.messages import EMPTY, AddRequest, KvPool, PartialSchedule, Sampling, StepResult
+from bus.wire import pack_ints, unpack_ints
+
+VOCAB = 50
+
+
+def prefix_hashes(tokens: list[int]) -> list[bytes]:
+    """For each position, a hash of the tokens up to and with it."""
+    hashes = []
+    parent = b""
+    for token in tokens:
+        parent = blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def next_token(tokens: list[int]) -> int:
+    return prefix_hashes(tokens)[-1][0] % VOCAB
+
+
+def generate(prompt: list[int], sampling: Sampling, max_model_len: int) -> tuple[list[int], str]:
+    """What a request must give, and why it ends."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        output.append(token)
+        if token == sampling.eos_token_id or token in sampling.stop_token_ids:
+            return output, "stop"
+        if len(output) >= sampling.max_tokens or len(tokens) >= max_model_len:
+            return output, "length"
+
+
+def request(
+    handle: int,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    output: list[int] = (),  # type: ignore[assignment]
+    priority: int = 0,
+    resumable: bool = False,
+    salt: str = "",
+    **sampling: object,
+) -> AddRequest:
+    return AddRequest(
+        handle=handle,
+        sequence=handle + 1,
+        request_id=f"r{handle}",
+        prompt_token_ids=pack_ints(prompt),
+        output_token_ids=pack_ints(list(output)) if output else EMPTY,
+        sampling=Sampling(seed=0, max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        priority=priority,
+        cache_salt=salt,
+        resumable=resumable,
+    )
+
+
+@dataclass
+class _Row:
+    tokens: list[int]
+    position: int
+    blocks: list[int]
+
+
+@dataclass
+class ToyExecutor:
+    """Runs partial schedules of one rank at once, in order; results are taken from `results` when the test wants."""
+
+    pool: KvPool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    results: deque[StepResult] = field(default_factory=deque)
+    rows: dict[int, _Row] = field(default_factory=dict)
+    kv: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    in_flight_rows: deque[list[int]] = field(default_factory=deque)
+    nan_rows: set[int] = field(default_factory=set)
+    resumed: int = 0
+    cached: int = 0
+
+    def run(self, schedule: PartialSchedule) -> None:
+        rows = unpack_ints(schedule.rows).tolist()
+        counts = unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows)
+        assert rows
+        assert len(set(rows)) == len(rows)
+        assert all(0 <= row < self.max_num_seqs for row in rows)
+        assert all(count > 0 for count in counts)
+        assert sum(counts) <= self.max_num_batched_tokens
+        for new in schedule.new:
+            self._enter(new.row, unpack_ints(new.prompt_token_ids), new.block_ids, new.num_computed_tokens)
+        for resume in schedule.resumed:
+            self.resumed += 1
+            self._enter(resume.row, unpack_ints(resume.token_ids), resume.block_ids, resume.num_computed_tokens)
+        assert not schedule.continued
+        entered = {item.row for item in (*schedule.new, *schedule.resumed)}
+        assert entered <= set(rows)
+        for row, block in zip(
+            unpack_ints(schedule.block_rows).tolist(), unpack_ints(schedule.block_ids).tolist(), strict=True
+        ):
+            assert row in rows
+            assert row not in entered
+            self.rows[row].blocks.append(block)
+        tokens = [self._run_row(row, count) for row, count in zip(rows, counts, strict=True)]
+        self.in_flight_rows.append(rows)
+        self.results.append(StepResult(step=schedule.step, tokens=pack_ints(tokens)))
+
+    def take(self) -> StepResult:
+        self.in_flight_rows.popleft()
+        return self.results.popleft()
+
+    def _enter(self, row: int, tokens: object, block_ids: object, num_computed: int) -> None:
+        assert not any(row in named for named in self.in_flight_rows), f"row {row} is named by a step in flight"
+        blocks = unpack_ints(block_ids).tolist()  # type: ignore[arg-type]
+        assert all(0 < block < self.pool.num_blocks for block in blocks)
+        self.cached += num_computed
+        self.rows[row] = _Row(list(tokens.tolist()), num_computed, blocks)  # type: ignore[attr-defined]
+
+    def _run_row(self, number: int, count: int) -> int:
+        row = self.rows[number]
+        size = self.pool.block_size
+        end = row.position + count
+        assert end <= len(row.tokens), "the row runs past its last known token"
+        assert len(row.blocks) == -(-end // size) or len(row.blocks) * size >= end
+        hashes = prefix_hashes(row.tokens[:end])
+        for position in range(row.position, end):
+            self.kv[row.blocks[position // size], position % size] = hashes[position]
+        for position in range(end):
+            assert self.kv[row.blocks[position // size], position % size] == hashes[position], "wrong KV"
+        row.position = end
+        if end < len(row.tokens):
+            return -1
+        token = next_token(row.tokens)
+        row.tokens.append(token)
+        if number in self.nan_rows:
+            return -2
+        return token

@@ -136,8 +136,8 @@ class RankCore:
         if peer.role == "executor":
             self._executor = peer
             return
+        self._publish_kv()  # the others are told of what the snapshot has on top
         self._frontends[peer.index] = _Frontend(peer)
-        self._publish_kv()
         self._send(peer, self._kv_snapshot())
 
     def _peer_down(self, peer: Peer, reason: str) -> None:
@@ -164,6 +164,7 @@ class RankCore:
         self._pool = pool
         self._scheduler = self._build(pool)
         self._scheduler.set_pause(self._pause_state)
+        self._woken()
         log.info(
             "kv pool received",
             num_blocks=pool.num_blocks,

@@ -1,0 +1,538 @@
+"""The rank's state machine, event by event, with a scheduler that keeps what it is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bus.config import Config
+from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick
+from bus.counters import Counters
+from bus.messages import (
+    AbortRequests,
+    AddRequest,
+    AppendInput,
+    Command,
+    CommandRequest,
+    Drain,
+    Error,
+    FinishReason,
+    FinishRequests,
+    GetPauseState,
+    GrammarBitmask,
+    HasFinishedRequests,
+    Ints,
+    KvEvents,
+    KvPool,
+    Load,
+    Outputs,
+    PartialSchedule,
+    PauseState,
+    Reply,
+    RequestCounts,
+    RequestEnded,
+    Resume,
+    Schedule,
+    SetPause,
+    Shutdown,
+    StepResult,
+    TokenCount,
+    UpdateDraftTokens,
+    UpdateFromOutput,
+)
+from bus.wire import pack_ints, unpack_ints
+from ranks.core import RankCore
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from tests.ranks.toy import request
+
+EXECUTOR = Peer("step", "executor", 0, 100)
+POOL = KvPool(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)
+
+
+def frontend(index: int, incarnation: int = 10) -> Peer:
+    return Peer("command", "frontend", index, incarnation)
+
+
+class FakeScheduler:
+    """Runs every request that is not paused in every step and gives each one token; a request ends when told to."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+        self.requests: dict[tuple[int, int], AddRequest] = {}
+        self.steps: dict[int, list[tuple[int, int]]] = {}
+        self.ending: set[tuple[int, int]] = set()
+        self.pause: PauseState = "unpaused"
+        self.calls = 0
+        self.changes = KvChanges(b"", b"", False)
+        self.names = b""
+
+    def add(self, frontend: int, request: AddRequest, now: float) -> None:
+        if not request.prompt_token_ids:
+            raise Refused("the prompt is empty")
+        self.requests[frontend, request.handle] = request
+
+    def has(self, frontend: int, handle: int) -> bool:
+        return (frontend, handle) in self.requests
+
+    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
+        if turn.close:
+            return self._finish([(frontend, turn.handle)], "abort")
+        raise Refused("it is no session")
+
+    def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
+        wanted = None if handles is None else unpack_ints(handles).tolist()
+        return self._finish(
+            [k for k in self.requests if k[0] == frontend and (wanted is None or k[1] in wanted)], reason
+        )
+
+    def finish_ids(
+        self, request_ids: list[str] | None, reason: FinishReason, code: str = "", message: str = ""
+    ) -> list[Ended]:
+        keys = [k for k, r in self.requests.items() if request_ids is None or r.request_id in request_ids]
+        return self._finish(keys, reason, code, message)
+
+    def _finish(self, keys: Any, reason: FinishReason, code: str = "", message: str = "") -> list[Ended]:
+        return [
+            Ended(
+                k[0],
+                self.requests.pop(k).request_id,
+                RequestEnded(handle=k[1], reason=reason, code=code, message=message),
+            )
+            for k in keys
+        ]
+
+    def schedule(self, step: int, now: float) -> PartialSchedule | None:
+        self.calls += 1
+        if self.pause == "paused_all" or not self.requests:
+            return None
+        self.steps[step] = list(self.requests)
+        return PartialSchedule(step=step, rows=pack_ints(range(len(self.requests))))
+
+    def update(self, result: StepResult) -> StepOutputs:
+        step = min(self.steps)
+        assert step == result.step
+        if result.tokens.nbytes // 4 != len(self.steps[step]):
+            raise BrokenResult("too few")
+        by_frontend: dict[int, list[int]] = {}
+        for index, handle in self.steps.pop(step):
+            if (index, handle) in self.requests:
+                by_frontend.setdefault(index, []).append(handle)
+        messages = []
+        for index, handles in sorted(by_frontend.items()):
+            done = [h for h in handles if (index, h) in self.ending]
+            ended = [item.ended for item in self._finish([(index, h) for h in done], "stop")]
+            tokens = pack_ints([5] * len(handles))
+            messages.append((index, Outputs(step=step, handles=pack_ints(handles), tokens=tokens, ended=ended)))
+        return StepOutputs(messages, {"r": "emitted"})
+
+    def set_pause(self, state: PauseState) -> None:
+        self.pause = state
+
+    def render(self, step: int, now: float) -> dict[str, Any]:
+        self.steps[step] = list(self.requests)
+        return {"num_scheduled_tokens": {r.request_id: 1 for r in self.requests.values()}}
+
+    def update_by_id(self, sampled: dict[str, list[int]]) -> StepOutputs:
+        if "nobody" in sampled:
+            raise Refused("request nobody is not in it")
+        step = min(self.steps)
+        return self.update(StepResult(step=step, tokens=pack_ints([5] * len(self.steps[step]))))
+
+    def bitmask(self) -> tuple[list[str], list[bytes]] | None:
+        return None
+
+    def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
+        return sorted(drafts)
+
+    def load(self) -> LoadFigures:
+        running = len(self.requests) if self.steps else 0
+        return LoadFigures(running, len(self.requests) - running, 0, None, 0, self.pool.num_blocks)
+
+    def token_count(self) -> int:
+        return sum(r.prompt_token_ids.nbytes // 4 for r in self.requests.values())
+
+    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+        return 0
+
+    def unfinished(self) -> int:
+        return len(self.requests)
+
+    def request_counts(self) -> tuple[int, int]:
+        return (0, len(self.requests))
+
+    def has_finished(self) -> bool:
+        return False
+
+    def stats(self) -> dict[str, Any] | None:
+        return None
+
+    def reset_prefix_cache(self, reset_running: bool) -> bool:
+        return True
+
+    def reset_encoder_cache(self) -> bool:
+        return True
+
+    def take_kv_changes(self) -> KvChanges:
+        changes, self.changes = self.changes, KvChanges(b"", b"", False)
+        return changes
+
+    def kv_snapshot(self) -> bytes:
+        return self.names
+
+
+class Rank:
+    """A core, its schedulers, and what it has sent."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.schedulers: list[FakeScheduler] = []
+        self.counters = Counters()
+        self.core = RankCore(1, Config(**settings), self._build, self.counters)
+        self.now = 0.0
+
+    def _build(self, pool: KvPool) -> FakeScheduler:
+        self.schedulers.append(FakeScheduler(pool))
+        return self.schedulers[-1]
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return self.schedulers[-1]
+
+    def give(self, *events: Event) -> list[Any]:
+        """Handle events and a Drained; what was sent, without loads (see `loads`)."""
+        effects = [effect for event in (*events, Drained(self.now)) for effect in self.core.handle(event)]
+        self.loads = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Load)]
+        return [effect for effect in effects if effect not in self.loads]
+
+    def start(self, *frontends: int) -> None:
+        self.give(*(PeerUp(frontend(i)) for i in frontends), PeerUp(EXECUTOR), Received(EXECUTOR, POOL))
+
+    def add(self, index: int, *handles: int) -> list[Any]:
+        return self.give(*(Received(frontend(index), request(handle, [1, 2, 3])) for handle in handles))
+
+    def result(self, step: int, rows: int) -> list[Any]:
+        return self.give(Received(EXECUTOR, StepResult(step=step, tokens=pack_ints([5] * rows))))
+
+    def ask(self, body: Command, index: int = 0, command_id: int = 1, deadline_s: float | None = None) -> list[Any]:
+        command = CommandRequest(command_id=command_id, body=body, deadline_s=deadline_s)  # type: ignore[arg-type]
+        return self.give(Received(frontend(index), command))
+
+
+@pytest.fixture
+def rank() -> Rank:
+    rank = Rank()
+    rank.start(0, 1)
+    return rank
+
+
+def messages(effects: list[Any], kind: type) -> list[Any]:
+    return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def replies(effects: list[Any]) -> list[Any]:
+    return [message.value for message in messages(effects, Reply)]
+
+
+def test_two_steps_are_in_flight_and_no_more(rank: Rank) -> None:
+    sent = rank.add(0, 0)
+    assert [(s.peer, s.message.step) for s in sent] == [(EXECUTOR, 0), (EXECUTOR, 1)]
+    assert rank.add(0, 1) == []
+    sent = rank.result(0, 1)
+    assert [m.step for m in messages(sent, PartialSchedule)] == [2]
+    assert [s.peer for s in sent if isinstance(s.message, Outputs)] == [frontend(0)]
+
+
+def test_one_step_with_depth_one() -> None:
+    rank = Rank(async_depth=1)
+    rank.start(0)
+    assert len(messages(rank.add(0, 0), PartialSchedule)) == 1
+    assert len(messages(rank.result(0, 1), PartialSchedule)) == 1
+
+
+def test_an_idle_scheduler_is_not_asked_again(rank: Rank) -> None:
+    calls = rank.scheduler.calls
+    for _ in range(5):
+        rank.give(Tick(rank.now, 0.0))
+    assert rank.scheduler.calls == calls
+
+
+def test_outputs_go_to_the_frontends_that_own_them_one_message_each(rank: Rank) -> None:
+    rank.add(0, 0, 1)
+    rank.result(0, 2)
+    rank.add(1, 0)
+    rank.result(1, 2)
+    rank.result(2, 2)
+    sent = [s for s in rank.result(3, 3) if isinstance(s.message, Outputs)]
+    assert [(s.peer.index, unpack_ints(s.message.handles).tolist()) for s in sent] == [(0, [0, 1]), (1, [0])]
+
+
+def test_nothing_is_scheduled_before_the_pool(rank: Rank) -> None:
+    rank = Rank()
+    rank.give(PeerUp(frontend(0)), PeerUp(EXECUTOR))
+    (refused,) = messages(rank.add(0, 3), Outputs)
+    assert (refused.ended[0].handle, refused.ended[0].code) == (3, "unavailable")
+    assert "no executor" in refused.ended[0].message
+    assert not rank.schedulers
+
+
+def test_refused_requests_end_at_once(rank: Rank) -> None:
+    (refused,) = messages(rank.give(Received(frontend(0), request(7, []))), Outputs)
+    assert refused.ended == [RequestEnded(handle=7, reason="error", code="invalid", message="the prompt is empty")]
+    assert rank.counters.snapshot()["rank_refused_requests/invalid"] == 1
+
+
+def test_a_handle_in_use_does_not_touch_the_request_that_has_it(rank: Rank) -> None:
+    rank.add(0, 0)
+    sent = rank.add(0, 0)
+    assert [m.code for m in messages(sent, Error)] == ["handle_in_use"]
+    assert rank.scheduler.has(0, 0)
+
+
+def test_abort_and_append(rank: Rank) -> None:
+    rank.add(0, 0, 1, 2)
+    (ended,) = messages(rank.give(Received(frontend(0), AbortRequests(handles=pack_ints([0, 2, 9])))), Outputs)
+    assert [(e.handle, e.reason) for e in ended.ended] == [(0, "abort"), (2, "abort")]
+    sent = rank.give(Received(frontend(0), AppendInput(handle=1, sequence=9, prompt_token_ids=pack_ints([1]))))
+    assert [m.message for m in messages(sent, Error)] == ["it is no session"]
+    sent = rank.give(Received(frontend(0), AppendInput(handle=1, sequence=10, close=True)))
+    assert [m.ended[0].handle for m in messages(sent, Outputs)] == [1]
+    assert rank.loads[0].message.acknowledged == 10
+
+
+def test_the_executor_is_lost(rank: Rank) -> None:
+    rank.add(0, 0)
+    rank.add(1, 0)
+    rank.scheduler.names = b"x" * 16
+    sent = rank.give(PeerDown(EXECUTOR, "it fell silent"))
+    assert [(s.peer.index, s.message.ended[0].reason) for s in sent if isinstance(s.message, Outputs)] == [
+        (0, "error"),
+        (1, "error"),
+    ]
+    assert "it fell silent" in messages(sent, Outputs)[0].ended[0].message
+    assert [(m.snapshot, bytes(m.stored)) for m in messages(sent, KvEvents)] == [(True, b"")] * 2
+    assert {load.message.num_blocks for load in rank.loads} == {0}
+    newer = Peer("step", "executor", 0, 200)
+    rank.give(PeerUp(newer), Received(newer, POOL))
+    assert len(rank.schedulers) == 2
+    assert {load.message.num_blocks for load in rank.loads} == {8}
+    sent = rank.add(0, 1)
+    assert [m.step for m in messages(sent, PartialSchedule)] == [2, 3]
+    assert rank.give(Received(newer, StepResult(step=0, tokens=pack_ints([5])))) == []
+    assert rank.counters.snapshot()["rank_stale_results"] == 1
+
+
+def test_a_second_pool_voids_the_first(rank: Rank) -> None:
+    rank.add(0, 0)
+    sent = rank.give(Received(EXECUTOR, POOL))
+    assert "began anew" in messages(sent, Outputs)[0].ended[0].message
+    assert len(rank.schedulers) == 2
+
+
+@pytest.mark.parametrize(("step", "rows"), [(0, 2), (1, 1)])
+def test_a_result_that_does_not_fit_ends_requests_and_the_rank_goes_on(rank: Rank, step: int, rows: int) -> None:
+    rank.add(0, 0)
+    sent = rank.result(step, rows)
+    assert messages(sent, Outputs)[0].ended[0].code == "unavailable"
+    assert rank.counters.snapshot()["rank_broken_results"] == 1
+    assert [m.step for m in messages(rank.add(0, 1), PartialSchedule)] == [2, 3]
+    assert rank.result(0, 1) == []
+    assert rank.counters.snapshot()["rank_stale_results"] == 1
+
+
+def test_a_lost_frontends_requests_are_finished(rank: Rank) -> None:
+    rank.add(0, 0, 1)
+    rank.add(1, 0)
+    rank.give(PeerDown(frontend(0), "it ended"))
+    assert list(rank.scheduler.requests) == [(1, 0)]
+    assert rank.counters.snapshot()["rank_orphaned_requests"] == 2
+    rank.give(PeerUp(frontend(0, 11)))
+    assert [(load.peer, load.message.acknowledged) for load in rank.loads][-1] == (frontend(0, 11), 0)
+
+
+def test_kv_events_are_numbered_and_begin_with_a_snapshot(rank: Rank) -> None:
+    rank.scheduler.changes = KvChanges(b"a" * 16, b"b" * 16, False)
+    sent = messages(rank.give(), KvEvents)
+    assert [(m.number, m.snapshot, bytes(m.stored), bytes(m.removed)) for m in sent] == [
+        (1, False, b"a" * 16, b"b" * 16)
+    ] * 2
+    rank.scheduler.changes = KvChanges(b"c" * 16, b"", False)
+    rank.scheduler.names = b"a" * 16 + b"c" * 16
+    sent = rank.give(PeerUp(frontend(2)))
+    assert [(s.peer.index, s.message.number, s.message.snapshot) for s in sent] == [
+        (0, 2, False),
+        (1, 2, False),
+        (2, 2, True),
+    ]
+    rank.scheduler.changes = KvChanges(b"", b"", True)
+    rank.scheduler.names = b""
+    assert [(m.number, m.snapshot, bytes(m.stored)) for m in messages(rank.give(), KvEvents)] == [(3, True, b"")] * 3
+
+
+def test_load_is_told_after_changes_once_per_drained_and_acknowledges(rank: Rank) -> None:
+    rank.add(0, 0, 1, 2)
+    told = {load.peer.index: load.message for load in rank.loads}
+    assert len(rank.loads) == 2
+    assert (told[0].acknowledged, told[1].acknowledged) == (3, 0)
+    assert told[0].running == 3
+    assert told[0].number != told[1].number
+    rank.result(0, 3)
+    assert rank.loads == []  # nothing that matters to routing has changed
+    rank.now = 5.0
+    rank.give(Tick(5.0, 0.0))
+    assert len(rank.loads) == 2  # once a second in full, for the counters
+
+
+def test_pause_keep_is_answered_when_nothing_is_in_flight(rank: Rank) -> None:
+    rank.add(0, 0)
+    assert replies(rank.ask(SetPause(mode="keep"))) == []
+    assert replies(rank.result(0, 1)) == []
+    assert replies(rank.result(1, 1)) == ["paused_all"]
+    assert rank.loads[0].message.pause_state == "paused_all"
+    assert replies(rank.ask(GetPauseState())) == ["paused_all"]
+    sent = rank.ask(Resume())
+    assert replies(sent) == ["unpaused"]
+    assert len(messages(sent, PartialSchedule)) == 2
+
+
+def test_pause_wait_is_answered_when_what_runs_has_ended(rank: Rank) -> None:
+    rank.add(0, 0)
+    assert replies(rank.ask(SetPause(mode="wait"))) == []
+    assert rank.scheduler.pause == "paused_new"
+    rank.scheduler.ending.add((0, 0))
+    assert replies(rank.result(0, 1)) == []
+    assert replies(rank.result(1, 1)) == ["paused_new"]
+
+
+def test_pause_abort_tells_every_frontend(rank: Rank) -> None:
+    rank.add(0, 0)
+    rank.add(1, 4)
+    sent = rank.ask(SetPause(mode="abort"))
+    ended = [(s.peer.index, [e.handle for e in s.message.ended]) for s in sent if isinstance(s.message, Outputs)]
+    assert ended == [(0, [0]), (1, [4])]
+    assert replies(sent) == []
+    rank.result(0, 1)
+    assert replies(rank.result(1, 1)) == ["paused_new"]
+
+
+def test_the_pause_outlives_the_executor(rank: Rank) -> None:
+    assert replies(rank.ask(SetPause(mode="keep"))) == ["paused_all"]
+    rank.give(PeerDown(EXECUTOR, "it ended"))
+    rank.give(PeerUp(EXECUTOR), Received(EXECUTOR, POOL))
+    assert rank.add(0, 0) == []
+    assert rank.scheduler.pause == "paused_all"
+
+
+def test_drain_answers_when_the_last_request_has_ended(rank: Rank) -> None:
+    rank.add(0, 0)
+    assert replies(rank.ask(Drain())) == []
+    assert rank.loads[0].message.draining
+    (refused,) = messages(rank.add(0, 1), Outputs)
+    assert "draining" in refused.ended[0].message
+    rank.scheduler.ending.add((0, 0))
+    assert replies(rank.result(0, 1)) == [True]
+    (refused,) = messages(rank.add(0, 2), Outputs)
+    assert refused.ended[0].code == "unavailable"
+    assert replies(rank.ask(Resume())) == ["unpaused"]
+    assert messages(rank.add(0, 3), Outputs) == []
+
+
+def test_resume_ends_a_drain_that_is_not_done(rank: Rank) -> None:
+    rank.add(0, 0)
+    rank.ask(Drain(), command_id=5)
+    sent = messages(rank.ask(Resume(), command_id=6), Reply)
+    assert {m.command_id: m.value for m in sent} == {5: False, 6: "unpaused"}
+
+
+def test_a_deferred_answer_has_a_deadline(rank: Rank) -> None:
+    rank.add(0, 0)
+    rank.ask(Drain(), command_id=5, deadline_s=2.0)
+    rank.now = 1.9
+    assert rank.give(Tick(1.9, 0.0)) == []
+    rank.now = 2.0
+    (error,) = messages(rank.give(Tick(2.0, 0.0)), Error)
+    assert (error.command_id, error.code) == (5, "deadline")
+    rank.scheduler.ending.add((0, 0))
+    assert replies(rank.result(0, 1)) == []
+
+
+def test_commands_of_a_lost_frontend_are_forgotten(rank: Rank) -> None:
+    rank.add(1, 0)
+    rank.ask(Drain())
+    rank.give(PeerDown(frontend(0), "it ended"))
+    rank.scheduler.ending.add((1, 0))
+    assert replies(rank.result(0, 1)) == []
+
+
+def test_finish_requests_returns_what_really_ended(rank: Rank) -> None:
+    rank.add(0, 0)
+    rank.add(1, 1)
+    sent = rank.ask(FinishRequests(request_ids=["r1", "nobody"]))
+    assert replies(sent) == [["r1"]]
+    assert [s.peer.index for s in sent if isinstance(s.message, Outputs)] == [1]
+    assert replies(rank.ask(FinishRequests())) == [["r0"]]
+
+
+def test_probes_and_their_lack_of_a_scheduler(rank: Rank) -> None:
+    rank.add(0, 0, 1)
+    assert replies(rank.ask(TokenCount())) == [6]
+    assert replies(rank.ask(RequestCounts())) == [(0, 2)]
+    rank.give(PeerDown(EXECUTOR, "it ended"))
+    (error,) = messages(rank.ask(HasFinishedRequests(), command_id=4), Error)
+    assert (error.code, error.command_id) == ("unavailable", 4)
+    assert replies(rank.ask(FinishRequests())) == [[]]
+    assert replies(rank.ask(Drain())) == [True]
+
+
+@pytest.mark.parametrize(
+    "body", [Schedule(), UpdateFromOutput(sampled_token_ids={}), GrammarBitmask(), UpdateDraftTokens(drafts={})]
+)
+def test_single_step_commands_need_single_step_mode(rank: Rank, body: Command) -> None:
+    assert [m.code for m in messages(rank.ask(body), Error)] == ["not_single_step"]
+
+
+def test_single_step_mode() -> None:
+    rank = Rank(single_step=True)
+    rank.start(0)
+    assert rank.add(0, 0) == []
+    assert [m.code for m in messages(rank.ask(UpdateFromOutput(sampled_token_ids={})), Error)] == ["not_held"]
+    assert [m.code for m in messages(rank.ask(GrammarBitmask()), Error)] == ["not_held"]
+    assert replies(rank.ask(Schedule())) == [{"num_scheduled_tokens": {"r0": 1}}]
+    assert [m.code for m in messages(rank.ask(Schedule()), Error)] == ["held"]
+    assert replies(rank.ask(GrammarBitmask())) == [None]
+    assert rank.result(0, 1) == []  # the executor has no say
+    (error,) = messages(rank.ask(UpdateFromOutput(sampled_token_ids={"nobody": [1]})), Error)
+    assert error.message == "request nobody is not in it"
+    sent = rank.ask(UpdateFromOutput(sampled_token_ids={"r0": [5]}))
+    assert replies(sent) == [{"r": "emitted"}]
+    assert unpack_ints(messages(sent, Outputs)[0].tokens).tolist() == [5]
+    assert replies(rank.ask(UpdateDraftTokens(drafts={"r0": [1]}))) == [["r0"]]
+
+
+def test_shutdown_answers_and_stops(rank: Rank) -> None:
+    sent = rank.ask(Shutdown())
+    assert replies(sent) == [True]
+    assert isinstance(sent[-1], Stop)
+
+
+def test_an_error_from_a_peer_is_counted(rank: Rank) -> None:
+    rank.give(Received(EXECUTOR, Error(code="invalid_message", message="no")))
+    assert rank.counters.snapshot()["rank_errors_received/executor"] == 1
+
+
+def test_the_same_events_give_the_same_effects() -> None:
+    def run() -> list[Any]:
+        rank = Rank()
+        rank.start(0, 1, 2)
+        sent = [*rank.add(2, 0, 1), *rank.add(0, 0), *rank.ask(SetPause(mode="abort")), *rank.loads]
+        return [*sent, *rank.result(0, 2), *rank.give(PeerDown(frontend(2), "it ended")), *rank.loads]
+
+    assert run() == run()
+
+
+def test_every_command_is_handled() -> None:
+    from typing import get_args
+
+    from bus.messages import AnyCommand
+    from ranks.commands import SIMPLE
+
+    core: Callable[..., Any] = RankCore(0, Config(), FakeScheduler, Counters())  # type: ignore[assignment]
+    assert set(SIMPLE) | set(core._on_command) == set(get_args(AnyCommand))  # type: ignore[attr-defined]

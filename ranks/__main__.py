@@ -26,7 +26,7 @@ def run(config: Config, me: Identity) -> None:
     counters = Counters()
     build = load(config, counters)
     log.info("scheduler loaded", scheduler=config.scheduler, seconds=round(time.monotonic() - begin, 2))
-    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform, counters)
+    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
     shell.connect("step", config.step_endpoint())

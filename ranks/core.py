@@ -116,10 +116,10 @@ class RankCore:
             case Drained(now):
                 self._now = now
                 self._drained()
-            case Tick(now, _):
+            case Tick(now, _, bus_counters):
                 self._now = now
                 self._expire()
-                self._loads.refresh(now)
+                self._loads.refresh(now, bus_counters)
             case PeerUp(peer):
                 self._peer_up(peer)
             case PeerDown(peer, reason):
@@ -156,21 +156,29 @@ class RankCore:
     def _error(self, peer: Peer, error: Error) -> None:
         self._counters.add(f"rank_errors_received/{peer.role}")
         log.warning("a peer reports an error", peer=str(peer), code=error.code, detail=error.message)
+        if error.code == "schedule_refused" and peer.role == "executor":
+            if error.step in self._in_flight:
+                self._begin_anew(f"{error.message}; send the request again")
+            else:
+                self._counters.add("rank_stale_results")
 
     # The KV pool and steps
 
     def _new_pool(self, peer: Peer, pool: KvPool) -> None:
         self._end_all(f"the executor began anew while the request ran on {self._name}; send it again")
-        self._pool = pool
-        self._scheduler = self._build(pool)
-        self._scheduler.set_pause(self._pause_state)
-        self._woken()
+        self._use_pool(pool)
         log.info(
             "kv pool received",
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             max_model_len=pool.max_model_len,
         )
+
+    def _use_pool(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._scheduler = self._build(pool)
+        self._scheduler.set_pause(self._pause_state)
+        self._woken()
 
     def _end_all(self, message: str) -> None:
         """All requests end with an error and the scheduler goes, with its KV blocks and prefix cache."""
@@ -212,16 +220,19 @@ class RankCore:
             outputs = self._scheduler.update(result)
         except BrokenResult as broken:
             self._counters.add("rank_broken_results")
-            log.error("the executor's result does not fit", step=result.step, detail=str(broken))
-            pool = self._pool
-            assert pool is not None  # there is a scheduler
-            self._end_all(f"the executor's result of step {result.step} did not fit: {broken}; send the request again")
-            self._scheduler = self._build(pool)
-            self._scheduler.set_pause(self._pause_state)
+            self._begin_anew(f"the executor's result of step {result.step} did not fit ({broken}); send it again")
             return
         self._in_flight.popleft()
         self._tell_outputs(outputs)
         self._woken()
+
+    def _begin_anew(self, message: str) -> None:
+        """What the executor holds for this rank is no longer what the scheduler thinks: all requests end."""
+        log.error("the rank begins anew", detail=message)
+        pool = self._pool
+        assert pool is not None  # there were steps in flight
+        self._end_all(message)
+        self._use_pool(pool)
 
     def _woken(self) -> None:
         self._may_schedule = True

@@ -16,6 +16,7 @@ class LoadReports:
         self._number = 0
         self._told: dict[int, tuple[object, ...]] = {}
         self._next_full = 0.0
+        self._bus_counters: dict[str, float] = {}
         self.changed = False
         """Something has happened that may have changed the load."""
 
@@ -52,15 +53,16 @@ class LoadReports:
             num_blocks=figures.num_blocks,
             pause_state=pause_state,
             draining=draining,
-            counters=self._counters.snapshot(),
+            counters=self._counters.snapshot() | self._bus_counters,
         )
 
     def forget(self, frontend: int) -> None:
         """The frontend is gone."""
         self._told.pop(frontend, None)
 
-    def refresh(self, now: float) -> None:
-        """Make a full report due when it is time for one."""
+    def refresh(self, now: float, bus_counters: dict[str, float]) -> None:
+        """Make a full report due when it is time for one. `bus_counters` go with all reports from now on."""
+        self._bus_counters = bus_counters
         if now >= self._next_full:
             self._next_full = now + FULL_INTERVAL_S
             self._told.clear()

@@ -40,6 +40,7 @@ from bus.messages import (
     StepResult,
 )
 from bus.prefix import block_hashes, split_hashes
+from bus.sampling import fault_of
 from bus.wire import pack_ints, unpack_ints
 from ranks.kv_names import KvNames
 from ranks.outbox import Outbox
@@ -181,6 +182,8 @@ class VllmScheduler:
         if num_prompt == 0:
             raise Refused("the prompt is empty; at least one token is needed")
         self._check_fits(num_prompt + num_outputs)
+        self._check_tokens(request.prompt_token_ids)
+        self._check_tokens(request.output_token_ids)
         self._check_sampling(request.sampling, num_outputs)
         try:
             vllm = new_request(
@@ -218,6 +221,7 @@ class VllmScheduler:
                 raise Refused("the turn is empty; at least one token is needed")
             queued = sum(len(update.prompt_token_ids) for update in entry.vllm.streaming_queue if update)
             self._check_fits(entry.vllm.num_tokens + queued + num_new)
+            self._check_tokens(turn.prompt_token_ids)
             self._check_sampling(sampling, 0)
         self._vllm.add_request(next_turn(entry.vllm, turn, sampling))
         return [self._forget(entry, "abort")] if entry.vllm.is_finished() else []
@@ -267,11 +271,18 @@ class VllmScheduler:
             limit = f"the context holds {self._max_model_len}"
         raise Refused(f"the request has {num_tokens} tokens; {limit}, one of which must be left for output")
 
+    def _check_tokens(self, tokens: Ints) -> None:
+        array = unpack_ints(tokens)
+        if array.size and not 0 <= array.min() <= array.max() < self._pool.vocab_size:
+            raise Refused(f"there are token ids outside the vocabulary; they must be 0 to {self._pool.vocab_size - 1}")
+
     def _check_sampling(self, sampling: Sampling, num_outputs: int) -> None:
         if sampling.max_tokens <= num_outputs:
             raise Refused(f"max_tokens is {sampling.max_tokens}; it must be at least {num_outputs + 1}")
-        if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        if sampling.min_tokens > sampling.max_tokens:
             raise Refused(f"min_tokens is {sampling.min_tokens}; it must be from 0 to {sampling.max_tokens}")
+        if fault := fault_of(sampling, self._pool.vocab_size):
+            raise Refused(fault)
         if sampling.grammar is not None and not self._config.single_step:
             raise Refused("grammars are only available in single-step mode; leave the grammar out")
 

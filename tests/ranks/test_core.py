@@ -251,7 +251,7 @@ def test_one_step_with_depth_one() -> None:
 def test_an_idle_scheduler_is_not_asked_again(rank: Rank) -> None:
     calls = rank.scheduler.calls
     for _ in range(5):
-        rank.give(Tick(rank.now, 0.0))
+        rank.give(Tick(rank.now, 0.0, {}))
     assert rank.scheduler.calls == calls
 
 
@@ -338,6 +338,17 @@ def test_a_result_that_does_not_fit_ends_requests_and_the_rank_goes_on(rank: Ran
     assert rank.counters.snapshot()["rank_stale_results"] == 1
 
 
+def test_a_refused_schedule_ends_requests_and_the_rank_goes_on(rank: Rank) -> None:
+    rank.add(0, 0)
+    refusal = Error(code="schedule_refused", message="schedule 0 was not run: it names row 99", step=0)
+    sent = rank.give(Received(EXECUTOR, refusal))
+    assert "row 99" in messages(sent, Outputs)[0].ended[0].message
+    assert len(rank.schedulers) == 2
+    rank.give(Received(EXECUTOR, Error(code="schedule_refused", message="row 1 is void", step=1)))
+    assert len(rank.schedulers) == 2
+    assert [m.step for m in messages(rank.add(0, 1), PartialSchedule)] == [2, 3]
+
+
 def test_a_lost_frontends_requests_are_finished(rank: Rank) -> None:
     rank.add(0, 0, 1)
     rank.add(1, 0)
@@ -377,8 +388,9 @@ def test_load_is_told_after_changes_once_per_drained_and_acknowledges(rank: Rank
     rank.result(0, 3)
     assert rank.loads == []  # nothing that matters to routing has changed
     rank.now = 5.0
-    rank.give(Tick(5.0, 0.0))
+    rank.give(Tick(5.0, 0.0, {"bus_received_frames/step": 9.0}))
     assert len(rank.loads) == 2  # once a second in full, for the counters
+    assert rank.loads[0].message.counters["bus_received_frames/step"] == 9.0
 
 
 def test_pause_keep_is_answered_when_nothing_is_in_flight(rank: Rank) -> None:
@@ -446,9 +458,9 @@ def test_a_deferred_answer_has_a_deadline(rank: Rank) -> None:
     rank.add(0, 0)
     rank.ask(Drain(), command_id=5, deadline_s=2.0)
     rank.now = 1.9
-    assert rank.give(Tick(1.9, 0.0)) == []
+    assert rank.give(Tick(1.9, 0.0, {})) == []
     rank.now = 2.0
-    (error,) = messages(rank.give(Tick(2.0, 0.0)), Error)
+    (error,) = messages(rank.give(Tick(2.0, 0.0, {})), Error)
     assert (error.command_id, error.code) == (5, "deadline")
     rank.scheduler.ending.add((0, 0))
     assert replies(rank.result(0, 1)) == []

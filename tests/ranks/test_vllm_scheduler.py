@@ -7,7 +7,7 @@ import pytest
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, KvPool, Sampling, StepResult
+from bus.messages import AppendInput, Grammar, KvPool, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import BrokenResult, Refused
@@ -260,6 +260,10 @@ def test_a_pool_smaller_than_the_context_limits_requests(bench: Any) -> None:
         (5, {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
         (5, {"max_tokens": 2, "output": [1, 2]}, "max_tokens is 2; it must be at least 3"),
         (5, {"max_tokens": 2, "min_tokens": 3}, "min_tokens is 3; it must be from 0 to 2"),
+        (5, {"top_p": 0.0}, "top_p 0.0 is not allowed"),
+        (5, {"stop_token_ids": [VOCAB]}, "stop_token_ids names token 50"),
+        (5, {"output": [VOCAB]}, "token ids outside the vocabulary"),
+        (5, {"grammar": Grammar(kind="json_object")}, "only available in single-step mode"),
     ],
 )
 def test_what_can_never_be_served_is_refused(

@@ -15,6 +15,7 @@ from bus import model_files, process
 from bus.config import Config, ConfigError
 from bus.links import Identity
 from bus.log import get_logger
+from bus.model_files import ModelFacts
 from bus.shell import Shell
 from frontend.bridge import Bridge
 from frontend.core import FrontendCore
@@ -40,13 +41,10 @@ def run(config: Config, me: Identity) -> None:
         signal.signal(number, _terminate)
     bus: BusThread | None = None
     try:
+        if not 0 <= me.index < config.frontends:
+            raise ConfigError(f"--index {me.index} is not allowed; it must be less than frontends, {config.frontends}")
         source = model_files.resolve(config)
-        facts = model_files.read(source.folder)
-        limits = ModelLimits(
-            vocab_size=facts.vocab_size,
-            max_model_len=min(config.max_model_len or facts.max_positions, facts.max_positions),
-            eos_token_ids=facts.eos_token_ids,
-        )
+        limits = _limits(config, model_files.read(source.folder))
         sock = _bind(config.host, config.port + me.index)
         bridge = Bridge()
         bus = BusThread(config, me, limits, bridge)
@@ -54,7 +52,7 @@ def run(config: Config, me: Identity) -> None:
         _import_vllm(config)
         from frontend.server import serve
 
-        asyncio.run(serve(config, me.index, source.folder, source.name, sock, bridge, bus.shell.post))
+        asyncio.run(serve(config, me.index, source, limits, sock, bridge, bus.shell.post))
     except _Terminated:
         pass
     finally:
@@ -100,6 +98,13 @@ class BusThread(threading.Thread):
             self.join(STOP_TIMEOUT_S)
         if self._error is not None:
             raise self._error
+
+
+def _limits(config: Config, facts: ModelFacts) -> ModelLimits:
+    longest = config.max_model_len or facts.max_positions
+    if longest > facts.max_positions:
+        raise ConfigError(f"max_model_len: {longest} is more than the model allows, {facts.max_positions}")
+    return ModelLimits(facts.vocab_size, longest, facts.eos_token_ids)
 
 
 def _terminate(number: int, frame: FrameType | None) -> Never:

@@ -20,7 +20,7 @@ from frontend.seam import Call, StatusUpdate
 
 
 class BusLLM(AsyncLLM):
-    """The engine behind vLLM's HTTP server. `client` is its way to the bus."""
+    """The engine behind vLLM's HTTP server. `client` is its way to the bus; `ending` tells that it was shut down."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class BusLLM(AsyncLLM):
         ranks: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self.ending = False
         self.client = BusClient(
             post, self.fail, ranks=ranks, max_model_len=lambda: self.vllm_config.model_config.max_model_len
         )
@@ -69,6 +70,7 @@ class BusLLM(AsyncLLM):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests, so that their connections do not hold the server up. Called in a thread, and by vLLM."""
+        self.ending = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fail_all)
         super().shutdown(timeout)

@@ -15,6 +15,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Longest body of a request; the rest of a longer one is not read."""
+
 _ERROR_EVENT = b'data: {"error": '
 
 
@@ -30,10 +33,16 @@ class StrictRequests:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _request_types():
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         body, messages = await _read(receive)
+        if len(body) > MAX_BODY_BYTES:
+            await _respond(send, 413, _error(413, f"the request has more than {MAX_BODY_BYTES} bytes; send less"))
+            return
+        if scope["path"] not in _request_types():
+            await self._app(scope, _replay(messages, receive), send)
+            return
         unknown = _unknown_parameter(scope["path"], body)
         if unknown is not None:
             await _respond(send, 400, _refusal(scope["path"], unknown))
@@ -76,12 +85,13 @@ def _error_of(body: bytes) -> Any | None:
 
 
 async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
-    """The request's body, and the messages it came in."""
+    """The request's body, or what of it shows that it is too long; and the messages it came in."""
     messages: list[Message] = []
-    more = True
-    while more:
+    more, size = True, 0
+    while more and size <= MAX_BODY_BYTES:
         message = await receive()
         messages.append(message)
+        size += len(message.get("body", b""))
         more = message["type"] == "http.request" and message.get("more_body", False)
     return b"".join(message.get("body", b"") for message in messages), messages
 
@@ -106,8 +116,11 @@ def _refusal(path: str, unknown: str) -> Any:
     known = sorted(_parameters(path))
     close = difflib.get_close_matches(unknown, known, n=1)
     allowed = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-    message = f"{unknown!r} is not a parameter of {path}; {allowed}"
-    return {"error": {"message": message, "type": "Bad Request", "param": unknown, "code": 400}}
+    return _error(400, f"{unknown!r} is not a parameter of {path}; {allowed}", unknown)
+
+
+def _error(status: int, message: str, parameter: str | None = None) -> Any:
+    return {"error": {"message": message, "type": HTTPStatus(status).phrase, "param": parameter, "code": status}}
 
 
 async def _respond(send: Send, status: int, content: Any) -> None:

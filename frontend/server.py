@@ -4,7 +4,6 @@ import logging
 import socket
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
@@ -15,9 +14,11 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.usage.usage_lib import UsageContext
 
 from bus.config import Config
+from bus.model_files import ModelSource
 from frontend.bridge import Bridge
 from frontend.engine import BusLLM
 from frontend.metrics import BusCollector, EngineStatus
+from frontend.params import ModelLimits
 from frontend.seam import AbortText, Call, CommandResult, Deliver, RenderText, StatusUpdate
 from frontend.text import TextRequests
 
@@ -28,18 +29,21 @@ GRACEFUL_SHUTDOWN_S = 3
 async def serve(
     config: Config,
     index: int,
-    model: Path,
-    name: str,
+    source: ModelSource,
+    limits: ModelLimits,
     sock: socket.socket,
     bridge: Bridge,
     post: Callable[[Call], None],
 ) -> None:
     """Serve HTTP on the bound socket `sock` until SIGTERM or SIGINT.
 
-    `model` is the HF-style folder, `name` what it is called in the API. Effects come from `bridge`, calls go to `post`.
+    Effects come from `bridge`, calls go to `post`.
+
+    Raises:
+        RuntimeError: the server ended without being told to.
     """
     _quieten_logs()
-    args = _arguments(config, index, model, name)
+    args = _arguments(config, index, source, limits)
     vllm_config = _vllm_config(config, args)
     status = EngineStatus(index)
     engine = BusLLM(vllm_config, post, status, log_stats=config.log_stats, ranks=config.ranks)
@@ -61,6 +65,8 @@ async def serve(
             engine, address, sock, args, timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, log_config=None
         )
         await shut_down
+        if not engine.ending:
+            raise RuntimeError("vLLM has ended its HTTP server: its output processing failed")
     finally:
         REGISTRY.unregister(collector)
         bridge.detach()
@@ -80,15 +86,12 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return not isinstance(error, VLLMClientError | GracefulHTTPError)
 
 
-def _arguments(config: Config, index: int, model: Path, name: str) -> Namespace:
-    """vLLM's command line, as if it had been parsed: its defaults and what follows from our configuration."""
+def _arguments(config: Config, index: int, source: ModelSource, limits: ModelLimits) -> Namespace:
+    """vLLM's command line, as if it had been parsed: its defaults, and what of our configuration matters up here."""
     engine = AsyncEngineArgs(
-        model=str(model),
-        served_model_name=name,
-        max_model_len=config.max_model_len,
-        dtype=config.dtype,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        model=str(source.folder),
+        served_model_name=source.name,
+        max_model_len=limits.max_model_len,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         disable_log_stats=not config.log_stats,
@@ -101,7 +104,7 @@ def _arguments(config: Config, index: int, model: Path, name: str) -> Namespace:
         uvicorn_log_level="warning",
         middleware=["frontend.middleware.StrictRequests"],
     )
-    return Namespace(**(vars(engine) | vars(http) | {"served_model_name": [name]}))
+    return Namespace(**(vars(engine) | vars(http) | {"served_model_name": [source.name]}))
 
 
 def _vllm_config(config: Config, args: Namespace) -> VllmConfig:

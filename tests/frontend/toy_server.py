@@ -26,7 +26,9 @@ from bus import log
 from bus.config import Config
 from bus.core import Peer
 from bus.messages import ExecutorStatus, Generate, Load, Logprobs, RequestEnded, RequestStarted, Sampling
+from bus.model_files import ModelSource
 from frontend.bridge import Bridge
+from frontend.params import ModelLimits
 from frontend.seam import (
     AbortText,
     AddCall,
@@ -42,6 +44,7 @@ from frontend.server import serve
 from tests.tiny_model import EOS, MAX_POSITIONS
 
 NORMAL, FAILS, STALLS, REFUSED = range(4)
+VOCAB_SIZE = 259
 FIRST_LETTER = 70
 """Some token id of the tiny model's tokenizer that is a printable character, as are the 20 after it."""
 CLIENT = Peer("client", "client", 0, 1)
@@ -153,7 +156,9 @@ def main() -> None:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", port))
-    asyncio.run(serve(Config(port=port), 0, model, "tiny", sock, bridge, core.post))
+    source = ModelSource("tiny", model, gguf=None, prepared=False)
+    limits = ModelLimits(VOCAB_SIZE, MAX_POSITIONS, (EOS,))
+    asyncio.run(serve(Config(port=port), 0, source, limits, sock, bridge, core.post))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class _Terminated(BaseException):
     """SIGTERM or SIGINT before the HTTP server was there to take it."""
 
 
+_terminated = threading.Event()
+"""Set with `_Terminated`, which a library may catch while it is being imported."""
+
+
 def run(config: Config, me: Identity) -> None:
     """Be frontend `me` until SIGTERM, SIGINT, or a Shutdown command.
 
@@ -50,6 +54,8 @@ def run(config: Config, me: Identity) -> None:
         bus = BusThread(config, me, limits, bridge)
         bus.start()
         _import_vllm(config)
+        if _terminated.is_set():
+            return
         from frontend.server import serve
 
         asyncio.run(serve(config, me.index, source, limits, sock, bridge, bus.shell.post))
@@ -108,6 +114,7 @@ def _limits(config: Config, facts: ModelFacts) -> ModelLimits:
 
 
 def _terminate(number: int, frame: FrameType | None) -> Never:
+    _terminated.set()
     raise _Terminated
 
 

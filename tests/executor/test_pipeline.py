@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from executor.core import DeviceFailed, RunStep, StepDone
-from executor.device import Device
+from executor.pipeline import Pipeline
 from executor.step import MergedStep, SampledStep
 
 DEADLINE_S = 10.0
@@ -41,9 +41,9 @@ class Echo:
 
 def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() -> None:
     runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
-    device = Device(runner, posted.put)
-    device.submit(RunStep(1, step(11)))
-    device.submit(RunStep(2, step(12)))
+    pipeline = Pipeline(runner, posted.put)
+    pipeline.submit(RunStep(1, step(11)))
+    pipeline.submit(RunStep(2, step(12)))
     assert [runner.dispatched.get(timeout=DEADLINE_S) for _ in range(2)] == [11, 12]
     assert posted.empty()
     for number, row in ((1, 11), (2, 12)):
@@ -52,21 +52,21 @@ def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() 
         assert isinstance(done, StepDone)
         assert (done.number, done.sampled.tokens.tolist()) == (number, [row])
         assert 0 <= done.device_s < DEADLINE_S
-    assert device.stop(DEADLINE_S)
-    assert device.error is None
+    assert pipeline.stop(DEADLINE_S)
+    assert pipeline.error is None
 
 
 def test_a_failure_is_told_once_and_ends_both_threads() -> None:
     runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
     runner.fail_on = 12
     before = threading.active_count()
-    device = Device(runner, posted.put)
+    pipeline = Pipeline(runner, posted.put)
     for number, row in ((1, 11), (2, 12), (3, 13)):
-        device.submit(RunStep(number, step(row)))
+        pipeline.submit(RunStep(number, step(row)))
     runner.let_go.put(11)
     told = [posted.get(timeout=DEADLINE_S) for _ in range(2)]
     assert DeviceFailed("ValueError: no memory is left") in told
-    assert device.stop(DEADLINE_S)
+    assert pipeline.stop(DEADLINE_S)
     assert posted.empty()
-    assert isinstance(device.error, ValueError)
+    assert isinstance(pipeline.error, ValueError)
     assert threading.active_count() == before

@@ -18,8 +18,8 @@ class StepRunner(Protocol):
     def collect(self, handle: Any) -> SampledStep: ...
 
 
-class Device:
-    """Runs steps in the order of `submit` and posts a `StepDone` for each, or one `DeviceFailed` and nothing more.
+class Pipeline:
+    """Runs steps in the order of `submit` and posts a `StepDone` for each, and one `DeviceFailed` if that cannot go on.
 
     Step k + 1 is dispatched while k runs, so that the device goes from one to the next without the host.
     """

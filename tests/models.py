@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter
+import numpy as np
+from gguf import GGUFWriter, RopeScalingType
 from safetensors.numpy import load_file, save_file
 
 from tests.tiny_model import write_tiny_llama
@@ -28,7 +29,14 @@ def write_folder(folder: Path, shards: int = 1, **changes: Any) -> Path:
     return folder
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> Path:
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    rope_theta: float = 10000.0,
+    rope_factors: np.ndarray | None = None,
+    rope_scaling: tuple[str, float] | None = None,
+    rope_dimensions: int = 16,
+) -> Path:
     """A GGUF file with the tiny model's shapes and numbers, and a byte-level BPE tokenizer of one merge.
 
     The rows of its query and key matrices are not reordered, so it is not the same model.
@@ -46,7 +54,13 @@ def write_gguf(path: Path, architecture: str = "llama") -> Path:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_rope_dimension_count(rope_dimensions)
+    if rope_scaling is not None:
+        writer.add_rope_scaling_type(RopeScalingType(rope_scaling[0]))
+        writer.add_rope_scaling_factor(rope_scaling[1])
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from bus import model_files
 from bus.config import Config
 from bus.model_files import ModelError, ModelSource
-from executor import prepare
+from executor import from_gguf, prepare
 from tests import models
 
 SILENT = Console(quiet=True)
@@ -54,7 +54,7 @@ def test_weights_are_those_transformers_reads(source: ModelSource) -> None:
 
 def test_large_weights_are_written_in_shards(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_file(prepare.prepare(source, SILENT) / "model.safetensors")
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(from_gguf, "SHARD_BYTES", 50_000)
     elsewhere = model_files.ModelSource(source.name, source.folder.with_name("sharded"), source.gguf, prepared=True)
     folder = prepare.prepare(elsewhere, SILENT)
     assert len(model_files.read(folder).weight_files) > 2
@@ -85,11 +85,11 @@ def test_two_starts_at_once_prepare_once(source: ModelSource, monkeypatch: pytes
     converted: list[Path] = []
     convert = prepare.convert
 
-    def slow_convert(gguf: Path, folder: Path, name: str, console: Console) -> None:
+    def slow_convert(gguf: Path, folder: Path, **told: Any) -> None:
         converted.append(folder)
         inside.set()
         assert go.wait(30)
-        convert(gguf, folder, name, console)
+        convert(gguf, folder, **told)
 
     monkeypatch.setattr(prepare, "convert", slow_convert)
     folders: list[Path] = []
@@ -117,7 +117,7 @@ def test_a_failed_preparation_leaves_no_folder(source: ModelSource, monkeypatch:
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(prepare, "_write_weights", fail)
+    monkeypatch.setattr(from_gguf, "_write_weights", fail)
     with pytest.raises(OSError, match="no space left"):
         prepare.prepare(source, SILENT)
     assert [path.name for path in source.folder.parent.iterdir()] == ["tiny.lock"]
@@ -134,7 +134,7 @@ def test_a_harmed_folder_is_made_anew(source: ModelSource) -> None:
 
 def test_a_prepared_folder_is_not_made_again(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare.prepare(source, SILENT)
-    monkeypatch.setattr(prepare, "convert", lambda *_: pytest.fail("prepared twice"))
+    monkeypatch.setattr(prepare, "convert", lambda *_, **__: pytest.fail("prepared twice"))
     prepare.prepare(source, SILENT)
 
 
@@ -171,6 +171,41 @@ def test_an_unsupported_gguf_architecture_is_refused(tmp_path: Path) -> None:
     file = models.write_gguf(tmp_path / "other.gguf", architecture="qwen2")
     source = model_files.resolve(Config(model=str(file), cache_dir=str(tmp_path / "cache")))
     with pytest.raises(ModelError, match="architecture qwen2 is not supported; it must be llama"):
+        prepare.prepare(source, SILENT)
+
+
+def test_the_rope_of_llama_3_is_recognised(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    numbers = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    extension = {"rope_type": "llama3", **numbers, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(
+        head_dim=16, max_position_embeddings=131072, rope_parameters={"rope_theta": 500000.0, **extension}
+    )
+    frequencies = ROPE_INIT_FUNCTIONS["llama3"](config)[0].numpy()
+    factors = 500000.0 ** (-np.arange(0, 16, 2) / 16) / frequencies
+    assert len(set(factors.round(3))) == 3  # kept, interpolated, slowed
+    file = models.write_gguf(tmp_path / "llama3.gguf", rope_theta=500000.0, rope_factors=factors.astype(np.float32))
+    folder = prepare.prepare(model_files.resolve(Config(model=str(file), cache_dir=str(tmp_path / "cache"))), SILENT)
+    rope = model_files.read(folder).rope
+    assert (rope.theta, rope.type) == (500000.0, "llama3")
+    assert rope.extra == pytest.approx(numbers | {"original_max_position_embeddings": 8192.0})
+
+
+def test_a_linear_rope_is_kept(tmp_path: Path) -> None:
+    file = models.write_gguf(tmp_path / "linear.gguf", rope_scaling=("linear", 4.0))
+    folder = prepare.prepare(model_files.resolve(Config(model=str(file), cache_dir=str(tmp_path / "cache"))), SILENT)
+    assert model_files.read(folder).rope == model_files.Rope(10000.0, "linear", {"factor": 4.0})
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_factors": np.full(8, 3.0, np.float32)}, {"rope_scaling": ("yarn", 4.0)}, {"rope_dimensions": 8}]
+)
+def test_another_rope_is_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    file = models.write_gguf(tmp_path / "other.gguf", **rope)
+    source = model_files.resolve(Config(model=str(file), cache_dir=str(tmp_path / "cache")))
+    with pytest.raises(ModelError, match="Llama 3"):
         prepare.prepare(source, SILENT)
 
 

@@ -414,7 +414,7 @@ class Abort(ClientMessage, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """New output of a request: tokens as int32, and text where it was asked for. `index` is the child of `n`."""
+    """New output of a request with text or logprobs: tokens as int32, and the text. `index` is the child of `n`."""
 
     request_id: str
     index: int = 0
@@ -424,6 +424,25 @@ class Delta(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_words(token_ids=self.token_ids)
+
+
+class TokenDeltas(Message, frozen=True, kw_only=True):
+    """New tokens of several requests of one client, all that one step of a rank gave it: for requests without text.
+
+    `request_ids` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one; `indices`
+    [n] of the children of `n`, left out when all are 0. A request with logprobs has a `Delta` instead.
+    """
+
+    request_ids: list[str]
+    tokens: Ints
+    counts: Ints = EMPTY
+    indices: Ints = EMPTY
+
+    def __post_init__(self) -> None:
+        _check_words(tokens=self.tokens)
+        for name, array in (("counts", self.counts), ("indices", self.indices)):
+            if array.nbytes:
+                _check_lengths(len(self.request_ids), **{name: array})
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -692,7 +711,7 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 
 LINK = Hello | Welcome | Heartbeat | Goodbye | Error
 CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
-FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | Finished | Reply
+FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | Finished | Reply
 FRONTEND_TO_ENGINE = Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | AbortRequests | CommandRequest
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
 EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | KvPool | StepResult

@@ -38,6 +38,7 @@ from bus.messages import (
     Goodbye,
     Message,
     Reply,
+    TokenDeltas,
 )
 from bus.wire import Codec, pack_ints, unpack_ints
 
@@ -179,6 +180,8 @@ class _Conversation:
             if stream is not None:
                 stream.started = True
                 self._piece(stream, message)
+        elif isinstance(message, TokenDeltas):
+            self._tokens(message)
         elif isinstance(message, Reply):
             if message.command_id in self.replies:
                 self.replies[message.command_id] = message
@@ -199,6 +202,20 @@ class _Conversation:
             stream.children_left -= 1
             piece = Piece(request_id=message.request_id, index=message.index, text="", token_ids=[], finished=message)
         stream.inbox.append(piece)
+
+    def _tokens(self, message: TokenDeltas) -> None:
+        count = len(message.request_ids)
+        counts = unpack_ints(message.counts).tolist() if message.counts.nbytes else [1] * count
+        indices = unpack_ints(message.indices).tolist() if message.indices.nbytes else [0] * count
+        tokens = unpack_ints(message.tokens).tolist()
+        end = 0
+        for request_id, index, length in zip(message.request_ids, indices, counts, strict=True):
+            start, end = end, end + length
+            stream = self.streams.get(request_id)
+            if stream is not None:
+                stream.started = True
+                piece = Piece(request_id=request_id, index=index, text="", token_ids=tokens[start:end])
+                stream.inbox.append(piece)
 
     def _fail(self, stream: _Stream, error: EngineError) -> None:
         stream.inbox.append(error)

@@ -2,10 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
 
 from bus.core import Effect, Peer, Send
 from bus.counters import Counters
 from bus.messages import (
+    EMPTY,
     AbortRequests,
     AddRequest,
     Delta,
@@ -16,6 +20,7 @@ from bus.messages import (
     RequestEnded,
     RequestStarted,
     Sampling,
+    TokenDeltas,
 )
 from bus.prefix import block_hashes
 from bus.wire import pack_ints, unpack_ints
@@ -46,9 +51,7 @@ class Requests:
     def rank_down(self, peer: Peer) -> list[Effect]:
         """Stop using a rank, and end its requests."""
         self._ranks.pop(peer.index, None)
-        return self._end(
-            self.ledger.of_rank(peer.index), "unavailable", f"rank {peer.index} was lost; send the request again"
-        )
+        return self._end(peer.index, "unavailable", f"rank {peer.index} was lost; send the request again")
 
     def add(
         self,
@@ -107,62 +110,114 @@ class Requests:
         if counts is not None and ((counts < 0).any() or int(counts.sum()) * 4 != outputs.tokens.nbytes):
             self._counters.add("invalid_outputs")
             return []
-        tokens = dict(zip(handles, split_by_counts(outputs.tokens, counts, len(handles)), strict=True))
-        started = {item.handle: item for item in outputs.started}
-        ended = {item.handle: item for item in outputs.ended}
+        news = _News(rank)
+        for item in outputs.started:
+            if (entry := self._known(item.handle, rank)) is not None:
+                entry.cached_tokens = item.cached_tokens
+                news.start(entry, item)
         logprobs = {item.owner: item for item in outputs.logprobs}
-        deliveries: list[Delivery] = []
-        effects: list[Effect] = []
-        for handle in dict.fromkeys([*started, *handles, *ended]):
-            entry = self.ledger.get(handle)
-            if entry is None or entry.rank != rank:
-                self._counters.add("late_outputs")
-                continue
-            new = tokens.get(handle, memoryview(b""))
-            self._give(entry, new, logprobs.get(handle), started.get(handle), ended.get(handle), deliveries, effects)
-        if deliveries:
-            effects.append(Deliver(rank, deliveries))
-        return effects
+        for handle, tokens in zip(handles, split_by_counts(outputs.tokens, counts, len(handles)), strict=True):
+            if (entry := self._known(handle, rank)) is not None:
+                entry.output += tokens
+                news.add(entry, tokens, logprobs.get(handle))
+        self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
+        for ended in outputs.ended:
+            if (entry := self._known(ended.handle, rank)) is not None:
+                self._finish(entry, ended, news)
+        return news.effects()
 
-    def _give(
-        self,
-        entry: Entry,
-        tokens: Ints,
-        logprobs: Logprobs | None,
-        started: RequestStarted | None,
-        ended: RequestEnded | None,
-        deliveries: list[Delivery],
-        effects: list[Effect],
-    ) -> None:
-        """Record one sequence's news in the ledger, and add it to the deliveries or to a client's messages."""
-        entry.output += tokens
-        self._counters.add("output_tokens", tokens.nbytes // 4)
-        if started is not None:
-            entry.cached_tokens = started.cached_tokens
-        if ended is not None:
-            self.ledger.remove(entry)
-            self._counters.add(f"requests_ended/{ended.reason}")
+    def _known(self, handle: int, rank: int) -> Entry | None:
+        entry = self.ledger.get(handle)
+        if entry is None or entry.rank != rank:
+            self._counters.add("late_outputs")
+            return None
+        return entry
+
+    def _finish(self, entry: Entry, ended: RequestEnded, news: "_News") -> None:
+        self.ledger.remove(entry)
+        self._counters.add(f"requests_ended/{ended.reason}")
+        news.end(entry, ended)
+
+    def _end(self, rank: int, code: str, sentence: str) -> list[Effect]:
+        """End a rank's sequences with an error of this frontend's own."""
+        news = _News(rank)
+        for entry in self.ledger.of_rank(rank):
+            self._finish(entry, RequestEnded(handle=entry.handle, reason="error", code=code, message=sentence), news)
+        return news.effects()
+
+
+class _Batch:
+    """Tokens of several requests for one client, on their way into one message."""
+
+    def __init__(self) -> None:
+        self._request_ids: list[str] = []
+        self._indices: list[int] = []
+        self._tokens: list[Ints] = []
+
+    def add(self, entry: Entry, tokens: Ints) -> None:
+        self._request_ids.append(entry.request_id)
+        self._indices.append(entry.index)
+        self._tokens.append(tokens)
+
+    def message(self) -> TokenDeltas:
+        counts = [tokens.nbytes // 4 for tokens in self._tokens]
+        return TokenDeltas(
+            request_ids=self._request_ids,
+            tokens=memoryview(b"".join(self._tokens)),
+            counts=pack_ints(counts) if set(counts) != {1} else EMPTY,
+            indices=pack_ints(self._indices) if any(self._indices) else EMPTY,
+        )
+
+
+class _News:
+    """What one step of a rank gave the HTTP side's requests and the clients', sorted by whom it is for."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._batches: dict[Peer, _Batch] = {}
+        self._messages: list[Effect] = []
+        self._deliveries: dict[int, Delivery] = {}
+
+    def start(self, entry: Entry, started: RequestStarted) -> None:
+        if entry.wanted and entry.owner is None:
+            self._deliver(entry, started=started)
+
+    def add(self, entry: Entry, tokens: Ints, logprobs: Logprobs | None) -> None:
         if not entry.wanted:
             return
         if entry.owner is None:
-            deliveries.append(Delivery(entry.request_id, tokens, logprobs, started, ended))
-            return
-        if tokens.nbytes:
-            delta = Delta(request_id=entry.request_id, index=entry.index, token_ids=tokens, logprobs=logprobs)
-            effects.append(Send(entry.owner, delta))
-        if ended is not None:
-            effects.append(Send(entry.owner, _finished(entry, ended)))
+            self._deliver(entry, token_ids=tokens, logprobs=logprobs)
+        elif logprobs is None:
+            batch = self._batches.get(entry.owner)
+            if batch is None:
+                batch = self._batches[entry.owner] = _Batch()
+            batch.add(entry, tokens)
+        else:
+            own = structs.replace(logprobs, owner=entry.index)
+            delta = Delta(request_id=entry.request_id, index=entry.index, token_ids=tokens, logprobs=own)
+            self._messages.append(Send(entry.owner, delta))
 
-    def _end(self, entries: list[Entry], code: str, sentence: str) -> list[Effect]:
-        """End sequences with an error of this frontend's own."""
-        deliveries: list[Delivery] = []
-        effects: list[Effect] = []
-        for entry in entries:
-            ended = RequestEnded(handle=entry.handle, reason="error", code=code, message=sentence)
-            self._give(entry, memoryview(b""), None, None, ended, deliveries, effects)
-        if deliveries:
-            effects.append(Deliver(entries[0].rank, deliveries))
+    def end(self, entry: Entry, ended: RequestEnded) -> None:
+        if not entry.wanted:
+            return
+        if entry.owner is None:
+            self._deliver(entry, ended=ended)
+        else:
+            self._messages.append(Send(entry.owner, _finished(entry, ended)))
+
+    def effects(self) -> list[Effect]:
+        """The messages and the delivery, tokens before ends."""
+        effects: list[Effect] = [Send(owner, batch.message()) for owner, batch in self._batches.items()]
+        effects += self._messages
+        if self._deliveries:
+            effects.append(Deliver(self._rank, list(self._deliveries.values())))
         return effects
+
+    def _deliver(self, entry: Entry, **fields: Any) -> None:
+        delivery = self._deliveries.get(entry.handle)
+        if delivery is None:
+            delivery = Delivery(entry.request_id, EMPTY, None, None, None)
+        self._deliveries[entry.handle] = delivery._replace(**fields)
 
 
 def _finished(entry: Entry, ended: RequestEnded) -> Finished:

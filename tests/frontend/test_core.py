@@ -6,7 +6,7 @@ import pytest
 
 from bus import messages as m
 from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
-from bus.wire import pack_ints, unpack_ints
+from bus.wire import pack_floats, pack_ints, unpack_ints
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.seam import (
@@ -103,7 +103,7 @@ def test_a_request_goes_to_a_rank_and_its_tokens_come_back(engine: Engine) -> No
     engine.feed(Received(RANKS[rank], outputs([add.handle], [41], started=[started])))
     engine.feed(Received(RANKS[rank], outputs([add.handle], [42], ended=[ended(add.handle, stop_reason=9)])))
     first, second, last = engine.take(CLIENT)
-    assert [unpack_ints(delta.token_ids).tolist() for delta in (first, second)] == [[41], [42]]
+    assert [unpack_ints(delta.tokens).tolist() for delta in (first, second)] == [[41], [42]]
     assert last == m.Finished(
         request_id="a", reason="stop", stop_reason=9, prompt_tokens=2, output_tokens=2, cached_tokens=1
     )
@@ -111,17 +111,32 @@ def test_a_request_goes_to_a_rank_and_its_tokens_come_back(engine: Engine) -> No
     assert engine.take(CLIENT) == []
 
 
+def test_a_client_gets_all_tokens_of_a_step_in_one_message(engine: Engine) -> None:
+    engine.feed(PeerUp(OTHER))
+    handles = []
+    for name, peer in (("a", CLIENT), ("b", CLIENT), ("c", OTHER)):
+        engine.ask(peer, request_id=name, rank=0)
+        handles.append(engine.added()[1].handle)
+    engine.feed(Received(RANKS[0], outputs(handles, [1, 2, 3])))
+    assert engine.take(CLIENT) == [m.TokenDeltas(request_ids=["a", "b"], tokens=pack_ints([1, 2]))]
+    assert engine.take(OTHER) == [m.TokenDeltas(request_ids=["c"], tokens=pack_ints([3]))]
+
+
 def test_counts_split_the_tokens(engine: Engine) -> None:
     engine.ask(request_id="a", rank=0)
     a = engine.added()[1].handle
-    engine.ask(request_id="b", rank=0)
+    engine.ask(request_id="b", rank=0, params=m.GenerateParams(logprobs=0))
     b = engine.added()[1].handle
-    message = m.Outputs(handles=pack_ints([a, b]), counts=pack_ints([1, 3]), tokens=pack_ints([1, 2, 3, 4]))
+    logprobs = m.Logprobs(
+        owner=b, positions=3, token_ids=pack_ints([2, 3, 4]), values=pack_floats([0, 0, 0]), ranks=pack_ints([1, 1, 1])
+    )
+    message = m.Outputs(
+        handles=pack_ints([a, b]), counts=pack_ints([2, 3]), tokens=pack_ints([0, 1, 2, 3, 4]), logprobs=[logprobs]
+    )
     engine.feed(Received(RANKS[0], message))
-    assert [(delta.request_id, unpack_ints(delta.token_ids).tolist()) for delta in engine.take(CLIENT)] == [
-        ("a", [1]),
-        ("b", [2, 3, 4]),
-    ]
+    batch, delta = engine.take(CLIENT)
+    assert batch == m.TokenDeltas(request_ids=["a"], counts=pack_ints([2]), tokens=pack_ints([0, 1]))
+    assert (delta.request_id, unpack_ints(delta.token_ids).tolist(), delta.logprobs.owner) == ("b", [2, 3, 4], 0)
     wrong = m.Outputs(handles=pack_ints([a, b]), counts=pack_ints([1, 9]), tokens=pack_ints([1]))
     engine.feed(Received(RANKS[0], wrong))
     assert engine.take() == []
@@ -262,7 +277,7 @@ def test_a_lost_rank_ends_its_requests_with_an_error_and_others_go_on(engine: En
     deliver = next(effect for effect in engine.up if isinstance(effect, Deliver))
     assert (deliver.outputs[0].request_id, deliver.outputs[0].ended.reason) == ("h", "error")
     engine.feed(Received(RANKS[1], outputs([b.handle], [1])))
-    assert engine.take(CLIENT)[0].request_id == "b"
+    assert engine.take(CLIENT)[0].request_ids == ["b"]
     engine.ask(request_id="c")
     assert engine.sent[0][0] == RANKS[1]
 

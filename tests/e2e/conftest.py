@@ -72,6 +72,12 @@ class Reference:
         self.positions = 0
         self.ties = 0
 
+    def logprobs(self, prompt: list[int], output: list[int]) -> np.ndarray:
+        """Log-probabilities [len(output), vocabulary] of what comes at each place of `output`."""
+        with self._torch.no_grad():
+            logits = self._model(self._torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        return np.asarray(self._torch.log_softmax(logits.float(), dim=-1).numpy())
+
     def check_greedy(self, prompt: list[int], output: list[int]) -> None:
         """Fail unless each output token is the most likely after what is before it, but for counted ties."""
         with self._torch.no_grad():

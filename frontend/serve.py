@@ -2,8 +2,6 @@
 
 import http.client
 import json
-import os
-import re
 import shlex
 import signal
 import socket
@@ -11,26 +9,22 @@ import subprocess
 import sys
 import time
 import xmlrpc.client
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.status import Status
-from supervisor.xmlrpc import SupervisorTransport
+from rich.text import Text
 
 from bus import config as configuration
 from bus import model_files
 from bus.config import EX_CONFIG, Config, ConfigError
 from bus.model_files import ModelError, ModelFacts, ModelSource
-from bus.process import end_with_parent
+from frontend.supervision import POLL_S, STOP_S, STOP_SIGNALS, LogTail, Program, Supervisor, end_with_us, rpc
 
 TEMPLATE = Path(__file__).parent.parent / "supervisord.conf"
-POLL_S = 0.25
-STOP_S = 20.0
-"""How long supervisord may take to end: the programs have stopwaitsecs, and it looks once a second."""
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPORT_S = 10.0
+"""How often the progress of the start is told where there is no terminal to show it on."""
 
 
 def main(arguments: list[str]) -> int:
@@ -43,7 +37,7 @@ def main(arguments: list[str]) -> int:
     if rest:
         raise ConfigError(f"{rest[0]} is not a setting; `rankbus config` lists them")
     config = configuration.load(flags)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     source = model_files.resolve(config)
     if source.prepared:
         code = _prepare(source, flags)
@@ -55,7 +49,7 @@ def main(arguments: list[str]) -> int:
     config.run_path.chmod(0o700)
     _wait_for_former(config)
     _check_ports(config)
-    return _serve(config, source, facts, console)
+    return Watch(config, source, facts, console).run()
 
 
 def _prepare(source: ModelSource, flags: dict[str, str]) -> int:
@@ -67,7 +61,7 @@ def _prepare(source: ModelSource, flags: dict[str, str]) -> int:
         pass
     command = [sys.executable, "-m", "executor.prepare", *(f"--{name}={value}" for name, value in flags.items())]
     try:
-        return subprocess.run(command, stdout=subprocess.DEVNULL, preexec_fn=_end_with_us).returncode
+        return subprocess.run(command, stdout=subprocess.DEVNULL, preexec_fn=end_with_us).returncode
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -76,104 +70,6 @@ def _absolute(config: Config) -> Config:
     """The same configuration, independent of the directory a process runs in."""
     model = config.model if config.model == "embedded" else str(Path(config.model).expanduser().absolute())
     return msgspec.structs.replace(config, model=model, run_dir=str(config.run_path), cache_dir=str(config.cache_path))
-
-
-def _end_with_us() -> None:
-    """In a child, before its program runs: end when this process ends, and take signals as usual."""
-    end_with_parent(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# supervisord
-
-
-class Program(NamedTuple):
-    """What supervisord says of one process. `exit_code` is that of its last end, if it is not running."""
-
-    name: str
-    state: str
-    pid: int
-    exit_code: int
-    log: Path
-
-
-class Supervisor:
-    """A supervisord of ours: its configuration, its process, and what it says over its socket."""
-
-    def __init__(self, config: Config) -> None:
-        self.conf = config.run_path / "supervisord.conf"
-        self.log = config.run_path / "log" / "supervisord.log"
-        self.log.parent.mkdir(exist_ok=True)
-        toml = config.run_path / "config.toml"
-        toml.write_text(configuration.to_toml(config))
-        self.conf.write_text(fill_in(TEMPLATE.read_text(), config))
-        settings = {f"RANKBUS_{field.name.upper()}" for field in msgspec.structs.fields(Config)}
-        self._environ = {name: value for name, value in os.environ.items() if name not in settings}
-        self._environ["RANKBUS_CONFIG"] = str(toml)
-        self._rpc = rpc(config.run_path)
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start supervisord, in a session of its own: Ctrl-C is for us, and we stop it in order."""
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "--silent", "-c", str(self.conf)],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=self._environ,
-            preexec_fn=_end_with_us,
-        )
-
-    def exit_code(self) -> int | None:
-        """The code supervisord ended with; None while it runs."""
-        assert self._child is not None
-        return self._child.poll()
-
-    def programs(self) -> list[Program]:
-        """All programs; empty while supervisord is starting or ending."""
-        try:
-            infos: Any = self._rpc.supervisor.getAllProcessInfo()
-        except (OSError, http.client.HTTPException, xmlrpc.client.Error):
-            return []
-        return [
-            Program(
-                name=info["name"],
-                state=info["statename"],
-                pid=info["pid"],
-                exit_code=info["exitstatus"],
-                log=Path(info["stdout_logfile"]),
-            )
-            for info in infos
-        ]
-
-    def stop(self) -> None:
-        """End supervisord and all programs. A second signal meanwhile ends them without asking."""
-        assert self._child is not None
-        deadline = time.monotonic() + STOP_S
-        if self._child.poll() is None:
-            self._child.terminate()
-        while self._child.poll() is None:
-            signalled = signal.sigtimedwait(_STOP_SIGNALS, POLL_S)
-            if signalled or time.monotonic() > deadline:
-                self._child.kill()  # the programs end with it (bus.process)
-                self._child.wait()
-
-
-def fill_in(template: str, config: Config) -> str:
-    """Put the configuration into the text of supervisord.conf."""
-    values = {
-        "RANKBUS_RUN_DIR": str(config.run_path),
-        "RANKBUS_FRONTENDS": str(config.frontends),
-        "RANKBUS_RANKS": str(config.ranks),
-        "RANKBUS_PYTHON": sys.executable,
-    }
-    return re.sub(r"%\(ENV_(\w+)\)s", lambda match: values[match[1]].replace("%", "%%"), template)
-
-
-def rpc(run_path: Path) -> xmlrpc.client.ServerProxy:
-    """supervisord's interface in `run_path`."""
-    transport = SupervisorTransport("", "", f"unix://{run_path}/ctl")
-    return xmlrpc.client.ServerProxy("http://127.0.0.1", transport=transport)
 
 
 def _wait_for_former(config: Config) -> None:
@@ -208,100 +104,100 @@ def _ports(config: Config) -> range:
     return range(config.port, config.port + config.frontends)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Watching
+class Watch:
+    """Runs the programs and watches them until there is a reason to stop."""
 
+    def __init__(self, config: Config, source: ModelSource, facts: ModelFacts, console: Console) -> None:
+        self._config = config
+        self._source = source
+        self._facts = facts
+        self._console = console
+        self._supervisor = Supervisor(config, TEMPLATE.read_text())
+        self._tails = {path: LogTail(path) for path in _log_paths(config)}
+        self._status = console.status("Starting", refresh_per_second=4)
+        self._waiting = list(_ports(config))
+        self._pids: dict[str, int] = {}
+        self._begun = self._reported = time.monotonic()
 
-class LogTail:
-    """What a process has logged since this object was made."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start = path.stat().st_size if path.exists() else 0
-
-    def last(self) -> list[dict[str, Any]]:
-        """The newest lines (up to 64 KiB of them) that are JSON objects, oldest first."""
+    def run(self) -> int:
+        """Start everything, wait for an end, and stop everything; returns the exit code."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._supervisor.start()
+        if self._console.is_terminal:
+            self._status.start()
+        code = None
         try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                start = self._start if size >= self._start else 0  # it was rotated
-                file.seek(max(start, size - 65536))
-                lines = file.read().splitlines()
-        except FileNotFoundError:
-            return []
-        found = []
-        for line in lines:
-            try:
-                value = json.loads(line)
-            except ValueError:  # some library's own text, or half a line
-                continue
-            if isinstance(value, dict):
-                found.append(value)
-        return found
+            while code is None:
+                code = 0 if signal.sigtimedwait(STOP_SIGNALS, POLL_S) else self._look()
+            return code
+        finally:
+            self._status.stop()
+            self._console.print("Stopping")
+            self._supervisor.stop()
 
-
-def _serve(config: Config, source: ModelSource, facts: ModelFacts, console: Console) -> int:
-    """Run the programs and watch them until there is a reason to stop; returns the exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    supervisor = Supervisor(config)
-    begun = time.monotonic()
-    tails = {path: LogTail(path) for path in _log_paths(config)}
-    supervisor.start()
-    status = console.status("Starting")
-    if console.is_terminal:
-        status.start()
-    else:
-        console.print(f"Starting {source.name}: {config.frontends} frontends, {config.ranks} ranks, 1 executor")
-    try:
-        return _watch(config, source, facts, supervisor, tails, status, begun, console)
-    finally:
-        status.stop()
-        console.print("Stopping")
-        supervisor.stop()
-
-
-def _watch(
-    config: Config,
-    source: ModelSource,
-    facts: ModelFacts,
-    supervisor: Supervisor,
-    tails: dict[Path, LogTail],
-    status: Status,
-    begun: float,
-    console: Console,
-) -> int:
-    waiting = list(_ports(config))
-    pids: dict[str, int] = {}
-    while not signal.sigtimedwait(_STOP_SIGNALS, POLL_S):
-        code = supervisor.exit_code()
-        if code is not None:
-            console.print(f"supervisord ended with code {code}; see {supervisor.log}", style="red")
-            return code or int(bool(waiting))
-        programs = supervisor.programs()
+    def _look(self) -> int | None:
+        """Look after everything once; the exit code if it is time to stop."""
+        ended = self._supervisor.exit_code()
+        if ended is not None:
+            self._console.print(f"supervisord ended with code {ended}; see {self._supervisor.log}", style="red")
+            return ended or int(bool(self._waiting))
+        programs = self._supervisor.programs()
         for program in programs:
             if program.state == "EXITED" and program.exit_code == EX_CONFIG:
-                console.print(f"{program.name}: {_sentence(tails[program.log], program.log)}", style="red")
+                self._console.print(f"{program.name}: {_sentence(self._tails[program.log], program.log)}", style="red")
                 return EX_CONFIG
-            if program.pid and pids.setdefault(program.name, program.pid) != program.pid:
-                pids[program.name] = program.pid
-                console.print(f"{program.name} was started again; see {program.log}", style="yellow")
+            if program.pid and self._pids.setdefault(program.name, program.pid) != program.pid:
+                self._pids[program.name] = program.pid
+                self._console.print(f"{program.name} was started again; see {program.log}", style="yellow")
         if programs and all(program.state == "EXITED" for program in programs):
-            console.print("All processes have ended")
+            self._console.print("All processes have ended")
             return int(any(program.exit_code for program in programs))
-        if waiting:
-            waiting = [port for port in waiting if not _healthy(config, port)]
-            status.update(_progress(programs, tails, time.monotonic() - begun))
-            if not waiting:
-                status.stop()
-                console.print(_ready(config, source, facts, supervisor, time.monotonic() - begun))
-    return 0
+        if self._waiting:
+            self._wait(programs)
+        return None
+
+    def _wait(self, programs: list[Program]) -> None:
+        """See who is ready, and tell how far the others are."""
+        now = time.monotonic()
+        self._waiting = [port for port in self._waiting if not _healthy(self._config, port)]
+        if not self._waiting:
+            self._status.stop()
+            self._console.print(self._ready(programs, now - self._begun))
+            return
+        progress = _progress(programs, self._tails, now - self._begun)
+        self._status.update(Text(progress))
+        if not self._console.is_terminal and now - self._reported >= REPORT_S:
+            self._reported = now
+            self._console.print(progress)
+
+    def _ready(self, programs: list[Program], seconds: float) -> str:
+        """What to do with the engine now that it is ready, and what took long."""
+        host = _connect_host(self._config)
+        host = f"[{host}]" if ":" in host else host
+        lines = [f"Ready after {seconds:.1f} s: {self._source.name} with {self._config.ranks} ranks"]
+        for program in programs:
+            timed = [line for line in self._tails[program.log].last() if isinstance(line.get("seconds"), int | float)]
+            parts = ", ".join(f"{line.get('event')} {line['seconds']:.1f} s" for line in timed)
+            lines += [f"  {program.name:12} {parts}"] if parts else []
+        lines.append("")
+        for index, port in enumerate(_ports(self._config)):
+            lines.append(f"  OpenAI API   http://{host}:{port}/v1")
+            lines.append(f"  zmq          {self._config.client_endpoint(index)}")
+        control = [str(Path(sys.executable).parent / "supervisorctl"), "-c", str(self._supervisor.conf), "status"]
+        lines += [f"  logs         {self._supervisor.log.parent}/*.jsonl", f"  processes    {shlex.join(control)}"]
+        question = "What is the capital of France?"
+        path = "chat/completions" if self._facts.chat else "completions"
+        ask: Any = {"messages": [{"role": "user", "content": question}]} if self._facts.chat else {"prompt": question}
+        body = json.dumps({"model": self._source.name, **ask, "max_tokens": 32, "temperature": 0})
+        url = f"http://{host}:{self._config.port}/v1/{path}"
+        lines += ["", "Try it:", f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"]
+        return "\n".join(lines)
 
 
-def _log_paths(config: Config) -> Iterable[Path]:
-    folder = config.run_path / "log"
-    yield from (folder / f"frontend-{index}.jsonl" for index in range(config.frontends))
-    yield from (folder / f"rank-{index}.jsonl" for index in range(config.ranks))
-    yield folder / "executor-0.jsonl"
+def _log_paths(config: Config) -> list[Path]:
+    names = [f"frontend-{index}" for index in range(config.frontends)]
+    names += [f"rank-{index}" for index in range(config.ranks)]
+    return [config.run_path / "log" / f"{name}.jsonl" for name in (*names, "executor-0")]
 
 
 def _sentence(tail: LogTail, path: Path) -> str:
@@ -313,12 +209,16 @@ def _sentence(tail: LogTail, path: Path) -> str:
 
 
 def _progress(programs: list[Program], tails: dict[Path, LogTail], seconds: float) -> str:
-    """One line per process: what it logged last. A line with `done` and `total` on it is shown as so far."""
+    """One line per process: what it logged last. A line with `done` and `total` on it (of a `stage`) becomes a bar."""
     lines = [f"Starting, {seconds:.0f} s"]
     for program in programs:
         last: dict[str, Any] = next(reversed(tails[program.log].last()), {})
-        part = f" ({last['done']} of {last['total']})" if "done" in last and "total" in last else ""
-        lines.append(f"  {program.name:12} {last.get('event', program.state.lower())}{part}"[:100])
+        text = last.get("stage") or last.get("event") or program.state.lower()
+        match last:
+            case {"done": int(done), "total": int(total)} if 0 <= done <= total and total > 0:
+                filled = 30 * done // total
+                text = f"{text} {'━' * filled}{'╌' * (30 - filled)} {done}/{total}"
+        lines.append(f"  {program.name:12} {text}"[:110])
     return "\n".join(lines)
 
 
@@ -336,22 +236,3 @@ def _healthy(config: Config, port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _ready(config: Config, source: ModelSource, facts: ModelFacts, supervisor: Supervisor, seconds: float) -> str:
-    """What to do with the engine now that it is ready."""
-    host = _connect_host(config)
-    host = f"[{host}]" if ":" in host else host
-    lines = [f"Ready after {seconds:.1f} s: {source.name} with {config.ranks} ranks", ""]
-    for index, port in enumerate(_ports(config)):
-        lines.append(f"  OpenAI API   http://{host}:{port}/v1")
-        lines.append(f"  zmq          {config.client_endpoint(index)}")
-    control = shlex.join([str(Path(sys.executable).parent / "supervisorctl"), "-c", str(supervisor.conf), "status"])
-    lines += [f"  logs         {supervisor.log.parent}/*.jsonl", f"  processes    {control}", "", "Try it:"]
-    question = "What is the capital of France?"
-    path = "chat/completions" if facts.chat else "completions"
-    ask: Any = {"messages": [{"role": "user", "content": question}]} if facts.chat else {"prompt": question}
-    body = json.dumps({"model": source.name, **ask, "max_tokens": 32, "temperature": 0})
-    url = f"http://{host}:{config.port}/v1/{path}"
-    lines.append(f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
-    return "\n".join(lines)

@@ -16,9 +16,9 @@ ALLOWED = {
     "vllm": ("frontend/*.py", "ranks/vllm_*.py"),
     "jax": ("executor/*.py", "executor/*/*.py"),
     "flax": ("executor/*.py", "executor/*/*.py"),
-    "torch": ("frontend/*.py",),
-    "transformers": ("executor/prepare.py", "frontend/*.py"),
-    "supervisor": ("frontend/serve.py",),
+    "torch": ("frontend/*.py", "ranks/vllm_*.py"),
+    "transformers": ("executor/from_gguf.py", "frontend/*.py"),
+    "supervisor": ("frontend/supervision.py",),
     "zmq": ("bus/*.py", "frontend/client.py"),
 }
 """Libraries that only some files may import."""

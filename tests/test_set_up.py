@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bus.config import Config
-from frontend import serve
+from frontend import supervision
 
 ROOT = Path(__file__).parents[1]
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
@@ -61,7 +61,7 @@ def test_ci_runs_what_the_readme_says() -> None:
 
 
 def test_supervisord_treats_all_processes_alike() -> None:
-    text = serve.fill_in((ROOT / "supervisord.conf").read_text(), Config(ranks=3, run_dir="/some/where"))
+    text = supervision.fill_in((ROOT / "supervisord.conf").read_text(), Config(ranks=3, run_dir="/some/where"))
     assert "%(ENV_R" not in text
     parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
     parser.read_string(text)
@@ -77,5 +77,5 @@ def test_supervisord_treats_all_processes_alike() -> None:
 
 
 def test_a_percent_sign_in_a_path_survives() -> None:
-    text = serve.fill_in("directory = %(ENV_RANKBUS_RUN_DIR)s/log", Config(run_dir="/a%b"))
+    text = supervision.fill_in("directory = %(ENV_RANKBUS_RUN_DIR)s/log", Config(run_dir="/a%b"))
     assert text == "directory = /a%%b/log"

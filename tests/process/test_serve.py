@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from bus import config as configuration
-from frontend import serve
+from frontend import supervision
 from tests import models
 
 ROOT = Path(__file__).parents[2]
@@ -99,11 +99,17 @@ class Engine:
         return int((self.run / "supervisord.pid").read_text())
 
     def programs(self) -> dict[str, dict[str, object]]:
-        infos: list[dict[str, object]] = serve.rpc(self.run).supervisor.getAllProcessInfo()  # type: ignore[assignment]
+        infos: list[dict[str, object]] = supervision.rpc(self.run).supervisor.getAllProcessInfo()  # type: ignore[assignment]
         return {str(info["name"]): info for info in infos}
 
     def pids(self) -> dict[str, int]:
         return {name: int(str(info["pid"])) for name, info in self.programs().items() if info["pid"]}
+
+    def wait_for_state(self, name: str, state: str) -> None:
+        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+        while (found := self.programs()[name]["statename"]) != state:
+            assert time.monotonic() < deadline, f"{name} is {found}, not {state}"
+            pause.wait(0.05)
 
     def end(self) -> int:
         """Wait for its end; returns the exit code. All processes noted by `ready` must have ended, too."""
@@ -217,7 +223,9 @@ def test_a_process_that_ends_well_is_left_ended(folder: Path, engines: list[Engi
     engine = Engine(folder)
     engines.append(engine)
     engine.ready()
-    assert engine.programs()["rank-1"]["statename"] == "EXITED"
+    engine.wait_for_state("rank-1", "EXITED")
+    log = (engine.run / "log" / "rank-1.jsonl").read_text()
+    assert log.count("the stand-in runs") == 1
 
 
 def test_a_crash_loop_backs_off(folder: Path, engines: list[Engine]) -> None:

@@ -133,7 +133,6 @@ class ExecutorCore:
         if peer.role == "frontend":
             self._frontends[peer.index] = peer
             return [Send(peer, self._status())]
-        self._rows.void(peer.index)
         self._ranks[peer.index] = _Rank(peer)
         pool = KvPool(
             num_blocks=self._limits.blocks_of_rank[peer.index],

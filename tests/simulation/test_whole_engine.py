@@ -1,0 +1,103 @@
+"""Whole engines from a seed, with vLLM's scheduler in the ranks: right tokens, right KV, and nothing left over."""
+
+import random
+from typing import Any
+
+import pytest
+
+from bus.config import Config
+from tests.simulation.world import VOCAB, World, generate
+
+
+@pytest.fixture(scope="module")
+def load_scheduler() -> Any:
+    from ranks.vllm_loading import load
+
+    return load
+
+
+def settings(draw: random.Random) -> Config:
+    return Config(
+        ranks=draw.choice([1, 2, 2, 3]),
+        max_num_seqs=draw.choice([2, 4]),
+        max_num_batched_tokens=draw.choice([8, 24, 64]),
+        max_model_len=96,
+        block_size=8,
+        num_blocks=draw.choice([45, 90]),
+        async_depth=draw.choice([1, 2, 2]),
+        batching_window_ms=draw.choice([0.0, 2.0]),
+        enable_prefix_caching=draw.random() < 0.8,
+    )
+
+
+def requests(draw: random.Random, count: int) -> dict[str, tuple[list[int], int]]:
+    """Prompts by request id, half of them with a shared start, and how many tokens to answer."""
+    shared = [draw.randrange(VOCAB) for _ in range(30)]
+    made = {}
+    for number in range(count):
+        own = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 35))]
+        prompt = shared[: draw.randint(8, 30)] + own if draw.random() < 0.5 else own
+        made[f"r{number}"] = prompt, draw.randint(1, 25)
+    return made
+
+
+def check_nothing_is_left(world: World) -> None:
+    def all_quiet() -> bool:
+        assert world.status is not None
+        idle = all(load == (0, 0, 0) for load in world.rank_loads())
+        return world.ready and idle and world.status.counters["unfinished_requests"] == 0
+
+    world.run_until(all_quiet)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_is_answered_as_if_it_were_alone(load_scheduler: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(seed, settings(draw), load_scheduler)
+    world.run_until(lambda: world.ready)
+    made = requests(draw, 14)
+    aborted = set()
+    for name, (prompt, count) in made.items():
+        world.add(name, prompt, count)
+        for _ in range(draw.randint(0, 40)):
+            world.turn()
+        if draw.random() < 0.15:
+            world.abort(name)
+            aborted.add(name)
+    world.run_until(lambda: all(world.answers[name].ended for name in made if name not in aborted))
+    for name, (prompt, count) in made.items():
+        answer, expected = world.answers[name], generate(prompt, count)
+        if name in aborted:
+            assert answer.tokens == expected[: len(answer.tokens)]
+        else:
+            assert answer.ended is not None
+            assert (answer.ended.reason, answer.tokens) == ("length", expected)
+    check_nothing_is_left(world)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_after_any_restart_requests_end_and_new_ones_are_served(load_scheduler: Any, seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    world = World(seed, settings(draw), load_scheduler)
+    world.run_until(lambda: world.ready)
+    for round_number in range(3):
+        made = requests(draw, 6)
+        for name, (prompt, count) in made.items():
+            world.add(f"{name} of {round_number}", prompt, count)
+            for _ in range(draw.randint(0, 30)):
+                world.turn()
+        world.start(draw.choice([("executor", 0), *world.ranks]))
+        for name, (prompt, count) in made.items():
+            answer = world.answers[f"{name} of {round_number}"]
+            world.run_until(lambda answer=answer: answer.ended is not None)
+            assert answer.ended is not None
+            expected = generate(prompt, count)
+            if answer.ended.reason == "length":
+                assert answer.tokens == expected
+            else:
+                assert (answer.ended.reason, answer.ended.code) == ("error", "unavailable")
+                assert answer.tokens == expected[: len(answer.tokens)]
+        check_nothing_is_left(world)
+    world.add("last", [1, 2, 3], 5)
+    world.run_until(lambda: world.answers["last"].ended is not None)
+    assert world.answers["last"].tokens == generate([1, 2, 3], 5)

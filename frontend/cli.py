@@ -1,6 +1,7 @@
 """The command ``rankbus``: finds the subcommand, and imports nothing but what that one needs."""
 
 import importlib
+import signal
 import sys
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"rankbus: {error}", file=sys.stderr)
         return EX_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _usage() -> str:

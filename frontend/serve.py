@@ -20,7 +20,17 @@ from bus import config as configuration
 from bus import model_files
 from bus.config import EX_CONFIG, Config, ConfigError
 from bus.model_files import ModelError, ModelFacts, ModelSource
-from frontend.supervision import POLL_S, STOP_S, STOP_SIGNALS, LogTail, Program, Supervisor, end_with_us, rpc
+from frontend.supervision import (
+    CONFIG_NAME,
+    POLL_S,
+    STOP_S,
+    STOP_SIGNALS,
+    LogTail,
+    Program,
+    Supervisor,
+    end_with_us,
+    rpc,
+)
 
 TEMPLATE = Path(__file__).parent.parent / "supervisord.conf"
 REPORT_S = 10.0
@@ -45,8 +55,7 @@ def main(arguments: list[str]) -> int:
             return code
     facts = model_files.read(source.folder)
     config = _absolute(config)
-    config.run_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    config.run_path.chmod(0o700)
+    _make_run_dir(config.run_path)
     _wait_for_former(config)
     _check_ports(config)
     return Watch(config, source, facts, console).run()
@@ -70,6 +79,20 @@ def _absolute(config: Config) -> Config:
     """The same configuration, independent of the directory a process runs in."""
     model = config.model if config.model == "embedded" else str(Path(config.model).expanduser().absolute())
     return msgspec.structs.replace(config, model=model, run_dir=str(config.run_path), cache_dir=str(config.cache_path))
+
+
+def _make_run_dir(path: Path) -> None:
+    """Make `path` a folder that only we can enter; never shut others out of a folder that is not ours alone."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ours = not any(path.iterdir()) or (path / CONFIG_NAME).exists()
+        if path.stat().st_mode & 0o077 and not ours:
+            raise ConfigError(
+                f"run_dir: others can enter {path}, and it has files of theirs; it must be a folder of its own"
+            )
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {path} cannot be used ({error.strerror}); choose another") from None
 
 
 def _wait_for_former(config: Config) -> None:

@@ -19,6 +19,8 @@ from bus import config as configuration
 from bus.config import Config
 from bus.process import end_with_parent
 
+CONFIG_NAME = "config.toml"
+"""The file in run_dir with the configuration that all processes read."""
 POLL_S = 0.25
 STOP_S = 20.0
 """How long supervisord may take to end: the programs have stopwaitsecs, and it looks once a second."""
@@ -45,7 +47,7 @@ class Supervisor:
         self.conf = config.run_path / "supervisord.conf"
         self.log = config.run_path / "log" / "supervisord.log"
         self.log.parent.mkdir(exist_ok=True)
-        toml = config.run_path / "config.toml"
+        toml = config.run_path / CONFIG_NAME
         toml.write_text(configuration.to_toml(config))
         self.conf.write_text(fill_in(template, config))
         settings = {f"RANKBUS_{field.name.upper()}" for field in msgspec.structs.fields(Config)}

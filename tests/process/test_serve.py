@@ -207,7 +207,7 @@ def test_a_killed_supervisord_takes_all_processes_with_it(folder: Path, engines:
 
 
 def test_a_configuration_that_cannot_be_used_stops_everything(folder: Path, engines: list[Engine]) -> None:
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(mode=0o700)
     (folder / "run" / "rank-1.refuse").write_text("num_blocks: 1 is too few; it must be at least 2")
     engine = Engine(folder)
     engines.append(engine)
@@ -218,7 +218,7 @@ def test_a_configuration_that_cannot_be_used_stops_everything(folder: Path, engi
 
 
 def test_a_process_that_ends_well_is_left_ended(folder: Path, engines: list[Engine]) -> None:
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(mode=0o700)
     (folder / "run" / "rank-1.exit").write_text("0")
     engine = Engine(folder)
     engines.append(engine)
@@ -229,7 +229,7 @@ def test_a_process_that_ends_well_is_left_ended(folder: Path, engines: list[Engi
 
 
 def test_a_crash_loop_backs_off(folder: Path, engines: list[Engine]) -> None:
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(mode=0o700)
     (folder / "run" / "rank-0.exit").write_text("3")
     engine = Engine(folder)
     engines.append(engine)
@@ -245,7 +245,7 @@ def test_a_crash_loop_backs_off(folder: Path, engines: list[Engine]) -> None:
 
 
 def test_all_processes_ended(folder: Path, engines: list[Engine]) -> None:
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(mode=0o700)
     for name in ("frontend-0", "rank-0", "rank-1", "executor-0"):
         (folder / "run" / f"{name}.exit").write_text("0")
     engine = Engine(folder)
@@ -301,6 +301,25 @@ def test_a_port_in_use_is_refused(folder: Path, engines: list[Engine]) -> None:
         engines.append(engine)
         assert engine.end() == 78
     assert f"port: 127.0.0.1 port {port} cannot be used" in engine.output()
+
+
+def test_a_run_dir_of_others_is_refused_and_left_as_it_is(folder: Path, engines: list[Engine]) -> None:
+    shared = folder / "run"
+    shared.mkdir(mode=0o755)
+    (shared / "file").touch()
+    engine = Engine(folder)
+    engines.append(engine)
+    assert engine.end() == 78
+    assert f"run_dir: others can enter {shared}" in engine.output()
+    assert shared.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_run_dir_that_cannot_be_made_is_refused(folder: Path, engines: list[Engine]) -> None:
+    (folder / "file").touch()
+    engine = Engine(folder, "--run-dir", str(folder / "file" / "run"))
+    engines.append(engine)
+    assert engine.end() == 78
+    assert "cannot be used (Not a directory)" in engine.output()
 
 
 def test_a_setting_that_does_not_exist_is_refused(folder: Path, engines: list[Engine]) -> None:

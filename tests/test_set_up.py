@@ -60,6 +60,19 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert "make test" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["raw_zmq.py", "generate.py"])
+def test_the_readme_shows_the_examples_as_they_are(name: str) -> None:
+    text = (ROOT / "examples" / name).read_text()
+    body = text[text.index("\nimport ") :].strip()
+    assert f"```python\n{body}\n```" in (ROOT / "README.md").read_text()
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^):#]+)\)", (ROOT / name).read_text()):
+            assert (ROOT / target).exists(), f"{name}: {target}"
+
+
 def test_supervisord_treats_all_processes_alike() -> None:
     text = supervision.fill_in((ROOT / "supervisord.conf").read_text(), Config(ranks=3, run_dir="/some/where"))
     assert "%(ENV_R" not in text

@@ -36,16 +36,18 @@ format: $(DEV)
 clean:
 	rm -rf $(VENV) run
 
-$(BIN)/python:
+$(VENV)/stamp-venv:
 	@for python in $${PYTHON:-} python3.11 python3.12 python3; do \
 	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then \
 	        echo "Making $(VENV) with $$($$python --version)"; \
-	        exec $$python -m venv $(VENV); \
+	        $$python -m venv --clear $(VENV); \
+	        touch $@; \
+	        exit; \
 	    fi; \
 	done; \
 	echo "rankbus needs Python 3.11 or 3.12; name one with PYTHON=/path/to/python" >&2; exit 1
 
-$(CPU): requirements/cpu.lock | $(BIN)/python
+$(CPU): requirements/cpu.lock | $(VENV)/stamp-venv
 	@echo "Installing $< (about 2.7 GB; minutes the first time)"
 	@$(PIP) install --no-deps --requirement $<
 	@touch $@

@@ -5,6 +5,7 @@ All that happens to a process goes through `Shell._feed` in one order, and so in
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,8 @@ class Shell:
         self._events: deque[Event] = deque()
         self._posted: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Other threads may post after `run` has returned: the descriptor stays theirs as long as they know this shell.
+        weakref.finalize(self, os.close, self._wake).atexit = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._wake_at: float | None = None
         self._stop_reason: str | None = None
@@ -87,7 +90,7 @@ class Shell:
         socket.connect(endpoint)
 
     def post(self, value: Any) -> None:
-        """Give the core a `Posted` event from another thread."""
+        """Give the core a `Posted` event from another thread; nothing happens if `run` has returned."""
         self._posted.append(value)
         os.eventfd_write(self._wake, 1)
 
@@ -221,7 +224,6 @@ class Shell:
                 self._send(peer, goodbye)
             socket.close()
         self._context.term()
-        os.close(self._wake)
 
 
 def _try_send(socket: "zmq.Socket[bytes]", parts: list[bytes]) -> str:

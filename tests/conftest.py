@@ -17,9 +17,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache_dir that the session's engines share, so that each shape is compiled once."""
-    return tmp_path_factory.mktemp("cache")
+def engine_cache(pytestconfig: pytest.Config) -> Path:
+    """A cache_dir that engines share, this session's and later ones', so that each program is compiled once."""
+    return pytestconfig.cache.mkdir("rankbus")
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,8 @@ class EngineProcess:
         """The last lines it logged."""
         with self._changed:
             lines = self.lines[-TAIL:]
-        return "\n".join([f"--- {self.name}, pid {self.pid}, exit code {self.exit_code}", *lines])
+        readable = [line.replace("\\n", "\n") if '"exception"' in line else line for line in lines]
+        return "\n".join([f"--- {self.name}, pid {self.pid}, exit code {self.exit_code}", *readable])
 
     def _read(self) -> None:
         assert self._process.stdout is not None

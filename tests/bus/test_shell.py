@@ -283,3 +283,12 @@ def test_a_repeated_hello_is_answered_again_and_is_no_news(start: Any, raw: Any)
     hello(socket, attempt=1)
     assert answer(socket).attempt == 1
     assert executor.core.wait(lambda events: [type(event) for event in events] == [PeerUp, PeerDown, PeerUp])
+
+
+def test_what_is_posted_after_the_end_is_for_nobody_and_harms_nothing(tmp_path: Path) -> None:
+    shell = Shell(Identity("rank", 0, 1), Config(run_dir=str(tmp_path)), Recorder(), lambda effect: None)
+    shell.stop("the test is over")
+    assert shell.run() == "the test is over"
+    with (tmp_path / "other").open("wb"):  # takes the lowest free descriptor
+        shell.post("late")
+    assert (tmp_path / "other").stat().st_size == 0

@@ -20,6 +20,8 @@ LABELS = {
     "bus_rejected_frames": ("bus", "reason"),
     "bus_lost_peers": ("bus", "reason"),
     "executor_missed_ranks": ("rank",),
+    "rank_errors_received": ("role",),
+    "rank_refused_requests": ("code",),
     "errors_received": ("role",),
     "requests_ended": ("reason",),
     "requests_refused": ("code",),

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick
 from bus.counters import Counters
@@ -42,6 +44,9 @@ from ranks.publishing import LoadReports
 from ranks.scheduler import BrokenResult, Ended, Refused, Scheduler, StepOutputs
 
 log = get_logger()
+
+MAX_HANDLE = 2**31 - 1
+"""Handles travel back as int32."""
 
 _PAUSE_STATE: dict[str, PauseState] = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}
 
@@ -166,6 +171,9 @@ class RankCore:
 
     def _new_pool(self, peer: Peer, pool: KvPool) -> None:
         self._end_all(f"the executor began anew while the request ran on {self._name}; send it again")
+        if min(pool.num_blocks, pool.block_size, pool.max_model_len, pool.vocab_size) < 1:
+            log.error("the executor's KV pool cannot be used", pool=msgspec.structs.asdict(pool))
+            return
         self._use_pool(pool)
         log.info(
             "kv pool received",
@@ -244,7 +252,10 @@ class RankCore:
         self._frontends[peer.index].acknowledged = request.sequence
         self._loads.changed = True
         scheduler = self._scheduler
-        if scheduler is not None and scheduler.has(peer.index, request.handle):
+        if not 0 <= request.handle <= MAX_HANDLE:
+            message = f"handle {request.handle} is not allowed; it must be from 0 to {MAX_HANDLE}"
+            self._send(peer, Error(code="invalid", message=message, request_id=request.request_id))
+        elif scheduler is not None and scheduler.has(peer.index, request.handle):
             message = f"handle {request.handle} is in use; handles of unfinished requests must differ"
             self._send(peer, Error(code="handle_in_use", message=message, request_id=request.request_id))
         elif scheduler is None:
@@ -401,10 +412,13 @@ class RankCore:
         self._deferred = waiting
 
     def _expire(self) -> None:
-        late = [deferred for deferred in self._deferred if deferred.deadline <= self._now]
-        self._deferred = [deferred for deferred in self._deferred if deferred.deadline > self._now]
-        for deferred in late:
-            self._fail(deferred.peer, deferred.command_id, "deadline", f"{self._name} did not get there in time")
+        waiting = []
+        for deferred in self._deferred:
+            if deferred.deadline > self._now:
+                waiting.append(deferred)
+            else:
+                self._fail(deferred.peer, deferred.command_id, "deadline", f"{self._name} did not get there in time")
+        self._deferred = waiting
 
     # Single-step mode
 

@@ -5,6 +5,7 @@ vLLM reads when it is imported, and by a stand-in for the model (`ranks.vllm_eng
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ def load(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
         ConfigError: a setting that vLLM's scheduler cannot work with.
     """
     os.environ.update(_ENVIRONMENT)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of what a CPU lacks for running models
     gc.disable()  # the imports make millions of objects and no garbage worth the search
     from ranks.vllm_engine import Engine
     from ranks.vllm_scheduler import VllmScheduler

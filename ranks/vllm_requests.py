@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
@@ -24,7 +25,7 @@ def new_request(
     the time of arrival, because frontends' clocks differ and vLLM would preempt the first of several that tie.
 
     Raises:
-        ValueError: vLLM refuses the sampling parameters.
+        ValueError, VLLMClientError: vLLM refuses the sampling parameters.
     """
     vllm = Request(
         request_id=f"{number:012d}",
@@ -82,11 +83,18 @@ def _structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
     if grammar.kind == "json_object":
         params = StructuredOutputsParams(json_object=True)
     elif grammar.kind == "choice":
-        params = StructuredOutputsParams(choice=grammar.spec)  # vLLM takes the JSON text of the list as well
+        params = StructuredOutputsParams(choice=_choices(grammar.spec))
     else:
         params = StructuredOutputsParams(**{grammar.kind: grammar.spec})
     params._backend = "guidance"
     return params
+
+
+def _choices(spec: str) -> list[str]:
+    try:
+        return msgspec.json.decode(spec, type=list[str])
+    except msgspec.DecodeError:
+        raise ValueError("choice must be a JSON list of strings") from None
 
 
 def _block_hasher(request: AddRequest, block_size: int) -> BlockHasher:

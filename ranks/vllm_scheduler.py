@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
 from bus.config import Config
 from bus.counters import Counters
@@ -193,7 +195,7 @@ class VllmScheduler:
                 self._pool.block_size,
                 self._config.enable_prefix_caching,
             )
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise Refused(f"the sampling parameters cannot be used: {error}") from None
         if vllm.use_structured_output:
             self._compile_grammar(vllm)
@@ -290,6 +292,10 @@ class VllmScheduler:
         if not self._has_grammars:
             self._vllm.structured_output_manager = self._engine.grammars()
             self._has_grammars = True
+        try:
+            validate_guidance_grammar(vllm.sampling_params)
+        except (ValueError, VLLMClientError) as error:
+            raise Refused(f"the grammar cannot be used: {error}") from None
         manager = self._vllm.structured_output_manager
         manager.grammar_init(vllm)
         grammar = vllm.structured_output_request.grammar

@@ -287,6 +287,18 @@ def test_a_handle_in_use_does_not_touch_the_request_that_has_it(rank: Rank) -> N
     assert rank.scheduler.has(0, 0)
 
 
+@pytest.mark.parametrize("handle", [-1, 2**31])
+def test_a_handle_that_could_not_travel_back_is_refused(rank: Rank, handle: int) -> None:
+    assert [m.code for m in messages(rank.add(0, handle), Error)] == ["invalid"]
+    assert not rank.scheduler.requests
+
+
+def test_a_pool_that_cannot_be_used_is_ignored(rank: Rank) -> None:
+    rank.give(Received(EXECUTOR, KvPool(num_blocks=0, block_size=16, max_model_len=64, vocab_size=100)))
+    assert len(rank.schedulers) == 1
+    assert "no executor" in messages(rank.add(0, 0), Outputs)[0].ended[0].message
+
+
 def test_abort_and_append(rank: Rank) -> None:
     rank.add(0, 0, 1, 2)
     (ended,) = messages(rank.give(Received(frontend(0), AbortRequests(handles=pack_ints([0, 2, 9])))), Outputs)

@@ -251,6 +251,14 @@ def test_a_pool_smaller_than_the_context_limits_requests(bench: Any) -> None:
     b.check_clean()
 
 
+def test_a_pool_of_one_block_serves_nothing(make_vllm: MakeScheduler) -> None:
+    b = Bench(make_vllm, num_blocks=1)
+    with pytest.raises(Refused, match="0 KV blocks of 8 tokens hold 0"):
+        b.add(0, prompt(1), 1)
+    assert not b.turn()
+    assert b.scheduler.load().num_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("length", "options", "sentence"),
     [

@@ -25,14 +25,13 @@ def run(config: Config, me: Identity) -> None:
 
     counters = Counters()
     build = load(config, counters)
-    log.info("scheduler loaded", scheduler=config.scheduler, seconds=round(time.monotonic() - begin, 2))
     shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
     shell.connect("step", config.step_endpoint())
     for frontend in range(config.frontends):
         shell.connect("command", config.command_endpoint(frontend), frontend)
-    log.info("rank ready", seconds=round(time.monotonic() - begin, 2))
+    log.info("rank ready", scheduler=config.scheduler, seconds=round(time.monotonic() - begin, 2))
     log.info("rank ends", reason=shell.run())
 
 

@@ -302,7 +302,7 @@ class RankCore:
             self._send(self._frontends[frontend].peer, Outputs(ended=items))
 
     def _tell_outputs(self, outputs: StepOutputs) -> None:
-        for frontend, message in outputs.messages:
+        for frontend, message in outputs:
             self._send(self._frontends[frontend].peer, message)
 
     # Commands
@@ -438,14 +438,14 @@ class RankCore:
             self._fail(peer, command_id, code, message)
             return
         try:
-            outputs = self._scheduler.update_by_id(body.sampled_token_ids)
+            outputs, emitted = self._scheduler.update_by_id(body.sampled_token_ids)
         except Refused as refused:
             self._fail(peer, command_id, "invalid", str(refused))
             return
         self._in_flight.popleft()
         self._tell_outputs(outputs)
         self._woken()
-        self._reply(peer, command_id, outputs.emitted)
+        self._reply(peer, command_id, emitted)
 
     # What frontends are told without asking
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.messages import Logprobs, Outputs, RequestStarted
-from bus.wire import pack_ints
+from bus.messages import Logprobs, Outputs, RequestEnded, RequestStarted
+from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import Ended, StepOutputs
 
 
@@ -15,41 +15,33 @@ class _Parcel:
     counts: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     started: list[RequestStarted] = field(default_factory=list)
-    ended: list[Any] = field(default_factory=list)
+    ended: list[RequestEnded] = field(default_factory=list)
 
 
 class Outbox:
-    """Made for one step, filled, and closed. `name` is the request's id in single-step mode."""
+    """Made for one step, filled, and closed."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._parcels: dict[int, _Parcel] = {}
-        self._emitted: dict[str, Any] = {}
 
     def started(self, frontend: int, started: RequestStarted) -> None:
         self._parcel(frontend).started.append(started)
 
-    def tokens(self, frontend: int, handle: int, name: str, tokens: list[int]) -> None:
-        if tokens:
-            parcel = self._parcel(frontend)
-            parcel.handles.append(handle)
-            parcel.tokens += tokens
-            parcel.counts.append(len(tokens))
-        self._emitted[name] = {"new_token_ids": tokens, "finish_reason": None, "stop_reason": None}
+    def tokens(self, frontend: int, handle: int, tokens: list[int]) -> None:
+        parcel = self._parcel(frontend)
+        parcel.handles.append(handle)
+        parcel.tokens += tokens
+        parcel.counts.append(len(tokens))
 
     def logprobs(self, frontend: int, logprobs: Logprobs) -> None:
         self._parcel(frontend).logprobs.append(logprobs)
 
-    def turn_ended(self, name: str, reason: str, stop_reason: int | None) -> None:
-        self._emitted[name] |= {"finish_reason": reason, "stop_reason": stop_reason}
-
-    def ended(self, ended: Ended, name: str) -> None:
+    def ended(self, ended: Ended) -> None:
         self._parcel(ended.frontend).ended.append(ended.ended)
-        emitted = self._emitted.setdefault(name, {"new_token_ids": []})
-        emitted |= {"finish_reason": ended.ended.reason, "stop_reason": ended.ended.stop_reason}
 
     def close(self) -> StepOutputs:
-        return StepOutputs([(i, self._message(self._parcels[i])) for i in sorted(self._parcels)], self._emitted)
+        return [(frontend, self._message(self._parcels[frontend])) for frontend in sorted(self._parcels)]
 
     def _parcel(self, frontend: int) -> _Parcel:
         return self._parcels.setdefault(frontend, _Parcel())
@@ -65,3 +57,25 @@ class Outbox:
             started=parcel.started,
             ended=parcel.ended,
         )
+
+
+def by_id(outputs: StepOutputs, names: dict[tuple[int, int], str]) -> dict[str, Any]:
+    """Outputs by request id: {"new_token_ids", "finish_reason", "stop_reason"} of each that has any.
+
+    `names` has the id of each request by frontend and handle.
+    """
+    emitted: dict[str, Any] = {}
+
+    def of(frontend: int, handle: int) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"new_token_ids": [], "finish_reason": None, "stop_reason": None}
+        return emitted.setdefault(names[frontend, handle], fresh)
+
+    for frontend, message in outputs:
+        handles, tokens = unpack_ints(message.handles).tolist(), unpack_ints(message.tokens).tolist()
+        begin = 0
+        for handle, count in zip(handles, unpack_ints(message.counts).tolist() or [1] * len(handles), strict=True):
+            of(frontend, handle)["new_token_ids"] += tokens[begin : begin + count]
+            begin += count
+        for ended in message.ended:
+            of(frontend, ended.handle).update(finish_reason=ended.reason, stop_reason=ended.stop_reason)
+    return emitted

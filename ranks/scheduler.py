@@ -35,12 +35,8 @@ class Ended(NamedTuple):
     ended: RequestEnded
 
 
-class StepOutputs(NamedTuple):
-    """What a step gave: at most one message for each frontend, by frontend index, in rising order."""
-
-    messages: list[tuple[int, Outputs]]
-    emitted: dict[str, Any]
-    """The same by request id, for single-step mode: {"new_token_ids", "finish_reason", "stop_reason"} each."""
+StepOutputs = list[tuple[int, Outputs]]
+"""What a step gave: at most one message for each frontend, by frontend index, in rising order."""
 
 
 class LoadFigures(NamedTuple):
@@ -122,8 +118,8 @@ class Scheduler(Protocol):
         """Make the next step, even an empty one, as the fields of vLLM's `SchedulerOutput`; it is then in flight."""
         ...
 
-    def update_by_id(self, sampled: dict[str, list[int]]) -> StepOutputs:
-        """Take the sampled tokens of the step made by `render`.
+    def update_by_id(self, sampled: dict[str, list[int]]) -> tuple[StepOutputs, dict[str, Any]]:
+        """Take the sampled tokens of the step made by `render`; the outputs come by request id as well (`by_id`).
 
         Raises:
             Refused: they do not fit the step; the text names the request.

@@ -7,12 +7,16 @@ vLLM reads when it is imported, and by a stand-in for the model (`ranks.vllm_eng
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable
 
 from bus.config import Config
 from bus.counters import Counters
+from bus.log import get_logger
 from bus.messages import KvPool
 from ranks.scheduler import Scheduler
+
+log = get_logger()
 
 _ENVIRONMENT = {
     # A configuration for a CPU is all that is asked for, whatever this machine and this build of vLLM have
@@ -34,11 +38,15 @@ def load(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
     """
     os.environ.update(_ENVIRONMENT)
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of what a CPU lacks for running models
+    begin = time.monotonic()
     gc.disable()  # the imports make millions of objects and no garbage worth the search
     from ranks.vllm_engine import Engine
     from ranks.vllm_scheduler import VllmScheduler
 
+    imported = time.monotonic()
     engine = Engine(config)
+    configured = time.monotonic()
     gc.enable()
     gc.freeze()
+    log.info("vllm loaded", import_s=round(imported - begin, 2), configure_s=round(configured - imported, 2))
     return lambda pool: VllmScheduler(config, pool, engine, counters)

@@ -45,7 +45,7 @@ from bus.prefix import block_hashes, split_hashes
 from bus.sampling import fault_of
 from bus.wire import pack_ints, unpack_ints
 from ranks.kv_names import KvNames
-from ranks.outbox import Outbox
+from ranks.outbox import Outbox, by_id
 from ranks.rows import Rows
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
 from ranks.vllm_engine import Engine
@@ -414,7 +414,7 @@ class VllmScheduler:
             if self._is_alive(entry):
                 self._counters.add("scheduler_nan_requests")
                 for ended in self._finish([entry], "error", "nan", "the model produced NaN logits"):
-                    outbox.ended(ended, entry.name)
+                    outbox.ended(ended)
         alive = [self._is_alive(entry) and entry.row == row for entry, row in zip(step.entries, step.rows, strict=True)]
         ids = [entry.vllm.request_id for entry in step.entries]
         result = ModelRunnerOutput(
@@ -430,12 +430,12 @@ class VllmScheduler:
             for output in outputs.outputs:
                 entry = self._by_id[output.request_id]
                 delivered[output.request_id] = output.new_token_ids
-                outbox.tokens(entry.frontend, entry.handle, entry.name, output.new_token_ids)
-                reason = cast(FinishReason, str(output.finish_reason))
+                if output.new_token_ids:
+                    outbox.tokens(entry.frontend, entry.handle, output.new_token_ids)
                 if entry.vllm.is_finished():
-                    outbox.ended(self._forget(entry, reason, output.stop_reason), entry.name)
-                elif output.finish_reason is not None:
-                    outbox.turn_ended(entry.name, reason, output.stop_reason)
+                    reason = cast(FinishReason, str(output.finish_reason))
+                    outbox.ended(self._forget(entry, reason, output.stop_reason))
+                elif output.finish_reason is not None:  # the end of a session's turn
                     self._leave_row(entry)
         num_delivered = sum(map(len, delivered.values()))
         self._counters.add("scheduler_generated_tokens", num_delivered)
@@ -459,7 +459,7 @@ class VllmScheduler:
         self._dispatch(step, now, output)
         return render(output, lambda request_id: names.get(request_id) or self._by_id[request_id].name)
 
-    def update_by_id(self, sampled: dict[str, list[int]]) -> StepOutputs:
+    def update_by_id(self, sampled: dict[str, list[int]]) -> tuple[StepOutputs, dict[str, Any]]:
         step = self._steps[0]
         unknown = [name for name in sampled if name not in {entry.name for entry in step.entries}]
         if unknown:
@@ -475,7 +475,9 @@ class VllmScheduler:
                 )
             if any(not 0 <= token < self._pool.vocab_size for token in tokens):
                 raise Refused(f"request {entry.name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
-        return self._update([list(sampled.get(entry.name, [])) for entry in step.entries], [], [])
+        names = {(entry.frontend, entry.handle): entry.name for entry in step.entries}
+        outputs = self._update([list(sampled.get(entry.name, [])) for entry in step.entries], [], [])
+        return outputs, by_id(outputs, names)
 
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:
         grammar = self._vllm.get_grammar_bitmask(self._steps[0].output)

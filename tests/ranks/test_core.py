@@ -123,7 +123,7 @@ class FakeScheduler:
             ended = [item.ended for item in self._finish([(index, h) for h in done], "stop")]
             tokens = pack_ints([5] * len(handles))
             messages.append((index, Outputs(step=step, handles=pack_ints(handles), tokens=tokens, ended=ended)))
-        return StepOutputs(messages, {"r": "emitted"})
+        return messages
 
     def set_pause(self, state: PauseState) -> None:
         self.pause = state
@@ -132,11 +132,12 @@ class FakeScheduler:
         self.steps[step] = list(self.requests)
         return {"num_scheduled_tokens": {r.request_id: 1 for r in self.requests.values()}}
 
-    def update_by_id(self, sampled: dict[str, list[int]]) -> StepOutputs:
+    def update_by_id(self, sampled: dict[str, list[int]]) -> tuple[StepOutputs, dict[str, Any]]:
         if "nobody" in sampled:
             raise Refused("request nobody is not in it")
         step = min(self.steps)
-        return self.update(StepResult(step=step, tokens=pack_ints([5] * len(self.steps[step]))))
+        outputs = self.update(StepResult(step=step, tokens=pack_ints([5] * len(self.steps[step]))))
+        return outputs, {"r": "emitted"}
 
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:
         return None

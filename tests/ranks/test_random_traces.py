@@ -103,7 +103,7 @@ class Trace:
         self.output.pop(handle)
 
     def receive(self) -> None:
-        for frontend, message in self.scheduler.update(self.executor.take()).messages:
+        for frontend, message in self.scheduler.update(self.executor.take()):
             handles, tokens = unpack_ints(message.handles).tolist(), unpack_ints(message.tokens).tolist()
             assert not message.counts.nbytes
             for handle, token in zip(handles, tokens, strict=True):

@@ -45,7 +45,7 @@ class Bench:
         return True
 
     def receive(self) -> None:
-        for frontend, message in self.scheduler.update(self.executor.take()).messages:
+        for frontend, message in self.scheduler.update(self.executor.take()):
             assert frontend == 0
             self.started |= {item.handle: item.cached_tokens for item in message.started}
             tokens = unpack_ints(message.tokens).tolist()
@@ -322,7 +322,7 @@ def test_finish_by_ids_and_all(bench: Any) -> None:
     assert [item.request_id for item in b.scheduler.finish(0, None, "abort")] == ["r0", "r2", "r4"]
     assert [item.request_id for item in b.scheduler.finish_ids(None, "error", "unavailable", "gone")] == ["r1", "r5"]
     while b.executor.results:
-        assert b.scheduler.update(b.executor.take()).messages == []
+        assert b.scheduler.update(b.executor.take()) == []
     b.turn()
     b.check_clean()
 

@@ -247,6 +247,7 @@ class ExecutorCore:
         self._last_number += 1
         self._in_flight.append(_InFlight(self._last_number, owners, parts))
         self._counters.add("executor_steps")
+        self._counters.add("executor_schedules", len(parts))
         self._counters.add("executor_sequences", step.rows.size)
         self._counters.add("executor_tokens", int(step.num_tokens.sum()))
         return [*effects, RunStep(self._last_number, step)]

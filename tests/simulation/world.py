@@ -216,7 +216,9 @@ class World:
 
     @property
     def ready(self) -> bool:
-        return self.status is not None and self.status.ready and len(self.status.loads) == len(self.ranks)
+        """Whether every rank can be sent requests."""
+        loads = self.status.loads.values() if self.status is not None else ()
+        return len(loads) == len(self.ranks) and all(load.num_blocks > 0 for load in loads)
 
     def _wants_drain(self, process: Process) -> bool:
         return process.to_drain or (process.wake_at is not None and process.wake_at <= self.now)

@@ -1,13 +1,15 @@
 """vLLM's scheduler behind the rank's interface, against a toy executor that checks every row, position and block."""
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, Grammar, KvPool, Sampling, StepResult
+from bus.messages import AppendInput, Grammar, KvPool, Logprobs, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import BrokenResult, Refused
@@ -141,6 +143,28 @@ def test_prefix_hit_and_kv_names(bench: Any) -> None:
     assert b.scheduler.take_kv_changes() == (b"", b"", True)
     assert b.scheduler.kv_snapshot() == b""
     b.check_clean()
+
+
+def test_output_is_cached_under_the_names_a_prompt_would_have(bench: Any) -> None:
+    b = bench()
+    b.add(0, prompt(13), 30, salt="a")
+    b.run()
+    everything = prompt(13) + b.output[0]
+    names = split_hashes(block_hashes(pack_ints(everything[:-1]), 8, "a"))
+    assert split_hashes(b.scheduler.kv_snapshot()) == names
+    assert len(names) == 5
+    b.add(1, everything, 2, salt="a")
+    b.run()
+    assert b.started[1] == 40
+
+
+def test_names_that_come_with_a_request_are_used(bench: Any) -> None:
+    b = bench()
+    given = bytes(range(32))
+    message = msgspec.structs.replace(request(0, prompt(20)), block_hashes=memoryview(given))
+    b.scheduler.add(0, message, 0.0)
+    b.run()
+    assert b.scheduler.kv_snapshot()[:32] == given
 
 
 def test_evicted_names_are_reported(bench: Any) -> None:
@@ -339,6 +363,25 @@ def test_nan_ends_that_request_only(bench: Any) -> None:
     assert b.output[0] == generate(prompt(5, 0), sampling(max_tokens=6), 64)[0]
     assert b.counters.snapshot()["scheduler_nan_requests"] == 1
     b.check_clean()
+
+
+def test_logprobs_go_to_the_request_that_has_the_row(bench: Any) -> None:
+    b = bench()
+    b.add(0, prompt(10, 0), 9)
+    b.add(1, prompt(20, 1), 9)  # its prompt is not complete in the first step
+    b.add(2, prompt(10, 2), 9)
+    assert b.send()
+    b.scheduler.finish(0, pack_ints([0]), "abort")
+
+    def of(row: int) -> Logprobs:
+        values = memoryview(struct.pack("<f", -0.5))
+        return Logprobs(owner=row, positions=1, token_ids=pack_ints([row]), values=values, ranks=pack_ints([1]))
+
+    result = b.executor.take()
+    assert unpack_ints(result.tokens).tolist()[1] == -1
+    result = msgspec.structs.replace(result, logprobs=[of(0), of(1), of(3)])
+    ((_, outputs),) = b.scheduler.update(result)
+    assert [(item.owner, unpack_ints(item.token_ids).tolist()) for item in outputs.logprobs] == [(1, [1])]
 
 
 @pytest.mark.parametrize("tokens", [[], [3, 3], [-1], [VOCAB], [-3]])

@@ -365,13 +365,14 @@ def test_nan_ends_that_request_only(bench: Any) -> None:
     b.check_clean()
 
 
-def test_logprobs_go_to_the_request_that_has_the_row(bench: Any) -> None:
+@pytest.mark.parametrize(("aborted", "left"), [(0, 1), (1, 0)])
+def test_logprobs_go_to_the_request_that_has_the_row(bench: Any, aborted: int, left: int) -> None:
     b = bench()
     b.add(0, prompt(10, 0), 9)
     b.add(1, prompt(20, 1), 9)  # its prompt is not complete in the first step
     b.add(2, prompt(10, 2), 9)
     assert b.send()
-    b.scheduler.finish(0, pack_ints([0]), "abort")
+    b.scheduler.finish(0, pack_ints([aborted]), "abort")
 
     def of(row: int) -> Logprobs:
         values = memoryview(struct.pack("<f", -0.5))
@@ -381,7 +382,7 @@ def test_logprobs_go_to_the_request_that_has_the_row(bench: Any) -> None:
     assert unpack_ints(result.tokens).tolist()[1] == -1
     result = msgspec.structs.replace(result, logprobs=[of(0), of(1), of(3)])
     ((_, outputs),) = b.scheduler.update(result)
-    assert [(item.owner, unpack_ints(item.token_ids).tolist()) for item in outputs.logprobs] == [(1, [1])]
+    assert [(item.owner, unpack_ints(item.token_ids).tolist()) for item in outputs.logprobs] == [(left, [left])]
 
 
 @pytest.mark.parametrize("tokens", [[], [3, 3], [-1], [VOCAB], [-3]])

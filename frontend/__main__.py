@@ -19,7 +19,7 @@ from bus.model_files import ModelFacts
 from bus.shell import Shell
 from frontend.bridge import Bridge
 from frontend.core import FrontendCore
-from frontend.params import ModelLimits
+from frontend.params import MAX_CHILDREN, ModelLimits
 
 log = get_logger()
 
@@ -137,6 +137,7 @@ def _import_vllm(config: Config) -> None:
     os.environ.setdefault("VLLM_CACHE_ROOT", str(config.cache_path / "vllm"))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its loggers hand on to ours
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(MAX_CHILDREN))
     start = time.monotonic()
     gc.disable()  # imports make much that lives for ever; looking through it again and again costs seconds
     try:

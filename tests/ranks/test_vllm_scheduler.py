@@ -1,4 +1,4 @@
-"""vLLM's scheduler behind the rank's interface, against a toy executor that checks every row, position and block."""
+"""Both schedulers behind the rank's interface, against a toy executor that checks every row, position and block."""
 
 import struct
 from collections.abc import Callable
@@ -90,8 +90,8 @@ class Bench:
 
 
 @pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def bench(make_vllm: MakeScheduler, request: pytest.FixtureRequest) -> Callable[..., Bench]:
-    return lambda **settings: Bench(make_vllm, **{"async_depth": request.param} | settings)
+def bench(make_scheduler: MakeScheduler, request: pytest.FixtureRequest) -> Callable[..., Bench]:
+    return lambda **settings: Bench(make_scheduler, **{"async_depth": request.param} | settings)
 
 
 def sampling(**options: Any) -> Sampling:
@@ -222,6 +222,18 @@ def test_the_last_to_come_is_preempted_and_priority_goes_first(bench: Any) -> No
     b.check_clean()
 
 
+def test_a_request_that_makes_room_for_others_does_not_stop_them(bench: Any) -> None:
+    """The first in the batch is the one to be preempted, and is so before anything else was scheduled."""
+    b = bench(num_blocks=5, policy="priority")
+    b.add(0, prompt(5, 0), 8, priority=1)
+    b.turn()
+    b.add(1, prompt(20, 1), 4, priority=0)
+    b.run()
+    assert [b.ended[handle].reason for handle in (0, 1)] == ["length", "length"]
+    assert b.counters.snapshot()["scheduler_preemptions"] >= 1
+    b.check_clean()
+
+
 def test_stop_tokens_and_eos(bench: Any) -> None:
     b = bench()
     free = generate(prompt(9), sampling(max_tokens=30), 64)[0]
@@ -240,8 +252,8 @@ def test_stop_tokens_and_eos(bench: Any) -> None:
     b.check_clean()
 
 
-def test_a_step_sent_too_many_is_dropped_and_counted(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, async_depth=2)
+def test_a_step_sent_too_many_is_dropped_and_counted(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, async_depth=2)
     first = next_token(prompt(9))
     b.add(0, prompt(9), 30, stop_token_ids=[first])
     assert b.send()
@@ -275,8 +287,8 @@ def test_a_pool_smaller_than_the_context_limits_requests(bench: Any) -> None:
     b.check_clean()
 
 
-def test_a_pool_of_one_block_serves_nothing(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, num_blocks=1)
+def test_a_pool_of_one_block_serves_nothing(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, num_blocks=1)
     with pytest.raises(Refused, match="0 KV blocks of 8 tokens hold 0"):
         b.add(0, prompt(1), 1)
     assert not b.turn()
@@ -299,9 +311,9 @@ def test_a_pool_of_one_block_serves_nothing(make_vllm: MakeScheduler) -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused(
-    make_vllm: MakeScheduler, length: int, options: Any, sentence: str
+    make_scheduler: MakeScheduler, length: int, options: Any, sentence: str
 ) -> None:
-    b = Bench(make_vllm)
+    b = Bench(make_scheduler)
     with pytest.raises(Refused, match=sentence):
         b.add(0, prompt(length), **options)
     assert not b.scheduler.has(0, 0)
@@ -431,8 +443,8 @@ def test_pause(bench: Any) -> None:
     b.check_clean()
 
 
-def test_load_figures(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, async_depth=1)
+def test_load_figures(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, async_depth=1)
     b.add(0, prompt(10), 9)
     b.add(1, prompt(30, 1), 4)
     load = b.scheduler.load()
@@ -451,8 +463,8 @@ def test_load_figures(make_vllm: MakeScheduler) -> None:
     b.check_clean()
 
 
-def test_stats_count_since_the_last_time(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm)
+def test_stats_count_since_the_last_time(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler)
     b.add(0, prompt(33), 4)
     b.run()
     b.add(1, prompt(33), 4)
@@ -461,7 +473,7 @@ def test_stats_count_since_the_last_time(make_vllm: MakeScheduler) -> None:
     assert stats["prefix_cache_stats"] | {"hits": 32, "queries": 66, "requests": 2} == stats["prefix_cache_stats"]
     assert stats["kv_cache_usage"] == 0
     assert b.scheduler.stats()["prefix_cache_stats"]["queries"] == 0
-    assert Bench(make_vllm, log_stats=False).scheduler.stats() is None
+    assert Bench(make_scheduler, log_stats=False).scheduler.stats() is None
 
 
 def test_without_prefix_caching(bench: Any) -> None:
@@ -474,9 +486,10 @@ def test_without_prefix_caching(bench: Any) -> None:
     b.check_clean()
 
 
-def test_sessions_are_vllms(bench: Any) -> None:
+@pytest.mark.parametrize("async_depth", [1, 2])
+def test_sessions_are_vllms(make_vllm: MakeScheduler, async_depth: int) -> None:
     """Append while running and while waiting for input, then close."""
-    b = bench()
+    b = Bench(make_vllm, async_depth=async_depth)
     b.add(0, prompt(6), 3, resumable=True)
     assert b.turn()
     assert b.scheduler.append(0, AppendInput(handle=0, sequence=2, prompt_token_ids=pack_ints([1, 2, 3]))) == []

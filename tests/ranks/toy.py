@@ -137,7 +137,7 @@ class ToyExecutor:
     def _enter(self, row: int, tokens: object, block_ids: object, num_computed: int) -> None:
         assert not any(row in named for named in self.in_flight_rows), f"row {row} is named by a step in flight"
         blocks = unpack_ints(block_ids).tolist()  # type: ignore[arg-type]
-        assert all(0 < block < self.pool.num_blocks for block in blocks)
+        assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
         self.rows[row] = _Row(list(tokens.tolist()), num_computed, blocks)  # type: ignore[attr-defined]
 

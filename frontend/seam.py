@@ -4,7 +4,7 @@ Calls go down as `Posted` events of the bus thread; deliveries come up as effect
 plain data, so that the core can be replayed without vLLM.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,24 +74,24 @@ Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused
 # Effects, from the core to the HTTP side
 
 
-class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
+class Delivery(NamedTuple):
     """New output of one request: tokens as int32, and its end if it has ended."""
 
     request_id: str
     token_ids: Ints
-    logprobs: Logprobs | None = None
-    started: RequestStarted | None = None
-    ended: RequestEnded | None = None
+    logprobs: Logprobs | None
+    started: RequestStarted | None
+    ended: RequestEnded | None
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(NamedTuple):
     """Effect: what one rank's step gave the HTTP side's requests."""
 
     rank: int
     outputs: list[Delivery]
 
 
-class CommandResult(msgspec.Struct, frozen=True):
+class CommandResult(NamedTuple):
     """Effect: answer to a `CommandCall`. `error` is a sentence, or empty; `missing` as in `Reply`."""
 
     call_id: int
@@ -100,21 +100,21 @@ class CommandResult(msgspec.Struct, frozen=True):
     error: str
 
 
-class RenderText(msgspec.Struct, frozen=True):
+class RenderText(NamedTuple):
     """Effect: a client asked for generation from or to text. The HTTP side tokenises, generates and detokenises."""
 
     peer: Peer
     request: Generate
 
 
-class AbortText(msgspec.Struct, frozen=True):
+class AbortText(NamedTuple):
     """Effect: stop working on a client's text request."""
 
     peer: Peer
     request_id: str
 
 
-class StatusUpdate(msgspec.Struct, frozen=True):
+class StatusUpdate(NamedTuple):
     """Effect: how the engine does, at most about ten times a second, and at once when `ready` changes.
 
     `ready` is whether a request could be served now: an executor and at least one rank are up. `loads` has the last

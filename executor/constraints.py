@@ -1,0 +1,165 @@
+"""What rows' parameters ask of `sampling.adjust`, put together on the host for the lines of a step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.messages import Sampling
+from executor.sampling import Adjustments
+from executor.step import Float32, Int32
+
+ENTRIES = 1024
+"""Biases, and entries of bans, that one call of `sampling.adjust` takes for a shard. A ban has no more than that."""
+
+Words = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """One row's. `bans` are sequences of tokens of which the last must not follow the others."""
+
+    prompt_len: int
+    min_tokens: int
+    allowed: Words | None
+    """uint32 [ceil(vocabulary / 32)], see `Adjustments`."""
+    bias_tokens: Int32
+    biases: Float32
+    stops: Int32
+    """Tokens that may not come before `min_tokens` of output."""
+    bans: tuple[Int32, ...]
+    penalizes: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling, prompt_len: int, vocabulary: int) -> "Constraints | None":
+        """None for a row that asks for nothing of the kind."""
+        bias = sampling.logit_bias or {}
+        eos = [] if sampling.eos_token_id is None else [sampling.eos_token_id]
+        made = cls(
+            prompt_len=prompt_len,
+            min_tokens=sampling.min_tokens,
+            allowed=None if sampling.allowed_token_ids is None else _words(sampling.allowed_token_ids, vocabulary),
+            bias_tokens=np.array(list(bias), np.int32),
+            biases=np.array(list(bias.values()), np.float32),
+            stops=np.array(sorted({*eos, *sampling.stop_token_ids}), np.int32),
+            bans=tuple(np.array(word, np.int32) for word in sampling.bad_words_token_ids or ()),
+            penalizes=(sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1),
+        )
+        asks = made.allowed is not None or made.biases.size or made.bans or made.penalizes or made.min_tokens
+        return made if asks else None
+
+
+class Line(NamedTuple):
+    """A line of the logits whose row has constraints, and how many tokens that row has."""
+
+    line: int
+    end: int
+    constraints: Constraints
+
+
+def compose(shards: Sequence[Sequence[Line]], lines: int, vocabulary: int) -> Iterator[Adjustments]:
+    """Arguments, with a leading axis of shards, for the calls of `sampling.adjust` that do all that `shards` ask for.
+
+    There is one call unless there are more biases or bans than one takes; penalties come in the last, as they must.
+    """
+    allowed, masks = _allowed(shards, lines, vocabulary)
+    biases = [_biases(shard) for shard in shards]
+    bans = [_pack_bans(shard) for shard in shards]
+    penalizes = any(line.constraints.penalizes for shard in shards for line in shard)
+    calls = max(1, *(-(-shard[0].size // ENTRIES) for shard in biases), *(len(packs) for packs in bans))
+    for call in range(calls):
+        part = slice(call * ENTRIES, (call + 1) * ENTRIES)
+        bias_line, bias_token, bias = (
+            np.stack([_padded(shard[field][part], fill) for shard in biases])
+            for field, fill in enumerate((lines, 0, 0))
+        )
+        ban_line, ban_group, ban_back, ban_token = (
+            np.stack([_padded(packs[call][field] if call < len(packs) else _NONE, fill) for packs in bans])
+            for field, fill in enumerate((lines, ENTRIES - 1, 0, 0))
+        )
+        use = [masks and call == 0, bool((bias_line < lines).any()), bool((ban_line < lines).any())]
+        use.append(penalizes and call == calls - 1)
+        yield Adjustments(
+            allowed,
+            bias_line,
+            bias_token,
+            bias,
+            ban_line,
+            ban_group,
+            ban_back,
+            ban_token,
+            np.array([use] * len(shards)),
+        )
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _words(allowed: Sequence[int], vocabulary: int) -> Words:
+    bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
+    bits[np.array(allowed, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def _allowed(shards: Sequence[Sequence[Line]], lines: int, vocabulary: int) -> tuple[Words, bool]:
+    masks = np.full((len(shards), lines, -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+    used = False
+    for shard, of_shard in enumerate(shards):
+        for line, _, constraints in of_shard:
+            if constraints.allowed is not None:
+                masks[shard, line] = constraints.allowed
+                used = True
+    return masks, used
+
+
+def _biases(shard: Sequence[Line]) -> tuple[Int32, Int32, Float32]:
+    """Lines, tokens and values of all biases, and of the stops that may not come yet."""
+    lines: list[Int32] = [_NONE]
+    tokens: list[Int32] = [_NONE]
+    values: list[Float32] = [np.zeros(0, np.float32)]
+    for line, end, constraints in shard:
+        early = end - constraints.prompt_len < constraints.min_tokens
+        stops = constraints.stops if early else _NONE
+        tokens += [constraints.bias_tokens, stops]
+        values += [constraints.biases, np.full(stops.size, -np.inf, np.float32)]
+        lines.append(np.full(constraints.biases.size + stops.size, line, np.int32))
+    return np.concatenate(lines), np.concatenate(tokens), np.concatenate(values)
+
+
+def _pack_bans(shard: Sequence[Line]) -> list[tuple[Int32, Int32, Int32, Int32]]:
+    """Lines, groups, places from the end and tokens of all bans, in packs of at most `ENTRIES`."""
+    packs: list[tuple[Int32, Int32, Int32, Int32]] = []
+    words: list[Int32] = []
+    owners: list[int] = []
+    size = 0
+
+    def close() -> None:
+        if words:
+            sizes = [word.size for word in words]
+            packs.append(
+                (
+                    np.repeat(np.array(owners, np.int32), sizes),
+                    np.repeat(np.arange(len(words), dtype=np.int32), sizes),
+                    np.concatenate([np.arange(size - 1, -1, -1, dtype=np.int32) for size in sizes]),
+                    np.concatenate(words),
+                )
+            )
+            words.clear()
+            owners.clear()
+
+    for line, _, constraints in shard:
+        for word in constraints.bans:
+            if size + word.size > ENTRIES:
+                close()
+                size = 0
+            size += word.size
+            words.append(word)
+            owners.append(line)
+    close()
+    return packs
+
+
+def _padded(values: npt.NDArray, fill: int) -> npt.NDArray:
+    return np.pad(values, (0, ENTRIES - values.size), constant_values=fill)

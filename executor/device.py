@@ -1,0 +1,51 @@
+"""The device that models run on: which it is, what memory it has, and where compiled programs are kept."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bus.config import Config
+
+
+def set_up(cache_path: Path) -> jax.Device:
+    """Choose the platform and the cache of compiled programs; before anything else is done with JAX.
+
+    Without a TPU in the machine the CPU is chosen outright: asking libtpu takes seconds and ends in warnings.
+    """
+    if not os.environ.get("JAX_PLATFORMS") and not _has_tpu():
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", str(cache_path / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return jax.devices()[0]
+
+
+def dtype_of(config: Config, device: jax.Device) -> Any:
+    """Type of weights, activations and KV cache."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+
+
+def free_memory(device: jax.Device) -> int:
+    """Bytes that can still be taken on the device: of this process's control group or the machine for a CPU."""
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["anon"]
+    except (OSError, ValueError):  # no control group of its own, or one without a limit ("max")
+        return available
+    return min(available, limit - int(used))
+
+
+def _has_tpu() -> bool:
+    """Whether a TPU's device files are there. (vfio may stand for other devices too; then JAX finds out.)"""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel[0-9]*", "vfio/[0-9]*"))

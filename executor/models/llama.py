@@ -1,0 +1,86 @@
+"""Llama, and what has its shape: SmolLM2, Llama 2 and 3, Mistral. Attributes are named as in the files of weights."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bus.model_files import ModelFacts
+from executor.attention import Attention, Plan
+from executor.models.layers import GatedMlp, RMSNorm, SelfAttention, linear, rope_frequencies, rotation_of
+from executor.shards import Array
+
+
+class LlamaLayer(nnx.Module):
+    def __init__(self, facts: ModelFacts, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, dtype)
+        self.self_attn = SelfAttention(
+            facts.hidden_size, facts.num_heads, facts.num_kv_heads, facts.head_dim, dtype, rngs
+        )
+        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, dtype)
+        self.mlp = GatedMlp(facts.hidden_size, facts.intermediate_size, dtype, rngs)
+
+    def __call__(
+        self, x: Array, rotation: tuple[Array, Array], kv: Array, attention: Attention, plan: Plan
+    ) -> tuple[Array, Array]:
+        attended, kv = self.self_attn(self.input_layernorm(x), rotation, kv, attention, plan)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), kv
+
+
+class Llama(nnx.Module):
+    """A decoder whose layers each have arrays of their own: stacking them would cost a copy of each at every step."""
+
+    def __init__(self, facts: ModelFacts, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = nnx.Embed(facts.vocab_size, facts.hidden_size, param_dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([LlamaLayer(facts, dtype, rngs) for _ in range(facts.num_layers)])
+        self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, dtype)
+        self.lm_head = None if facts.tie_word_embeddings else linear(facts.hidden_size, facts.vocab_size, dtype, rngs)
+        rope_frequencies(facts.rope, facts.head_dim)  # refuses what it cannot do now, not when a step is compiled
+        self.rope, self.head_dim = facts.rope, facts.head_dim
+
+    def hidden(
+        self, tokens: Array, positions: Array, kv: Sequence[Array], attention: Attention, plan: Plan
+    ) -> tuple[Array, list[Array]]:
+        """Run the layers.
+
+        Args:
+            tokens: int32 [shards, tokens].
+            positions: int32, likewise: where each token stands in its sequence.
+            kv: the KV cache, one array per layer, see `Attention`.
+
+        Returns:
+            The last layer's output [shards, tokens, hidden], and the KV cache with the tokens in it.
+        """
+        x = self.embed_tokens.embedding[...][tokens]
+        rotation = rotation_of(positions, rope_frequencies(self.rope, self.head_dim))
+        # All layers look alike, so one is traced and lowered for all: a start with compiled programs is mostly tracing.
+        run = jax.jit(partial(_run_layer, attention))
+        new_kv = []
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, layer_kv = run(layer, x, rotation, layer_kv, plan)
+            new_kv.append(layer_kv)
+        return x, new_kv
+
+    def logits(self, x: Array) -> Array:
+        """From the last layer's output [..., hidden] to float32 logits [..., vocabulary]."""
+        x = self.norm(x)
+        if self.lm_head is None:
+            return (x @ self.embed_tokens.embedding[...].T).astype(jnp.float32)
+        return self.lm_head(x).astype(jnp.float32)
+
+
+def _run_layer(
+    attention: Attention, layer: LlamaLayer, x: Array, rotation: tuple[Array, Array], kv: Array, plan: Plan
+) -> tuple[Array, Array]:
+    return layer(x, rotation, kv, attention, plan)
+
+
+def weight_name(path: tuple[str | int, ...]) -> tuple[str, bool]:
+    """The tensor that a parameter of `Llama` is read from, and whether it is the transpose of what the file holds."""
+    *where, kind = map(str, path)
+    prefix = [] if where[0] == "lm_head" else ["model"]
+    return ".".join([*prefix, *where, "weight"]), kind == "kernel"

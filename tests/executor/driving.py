@@ -1,0 +1,138 @@
+"""Drive a `Runner` as the executor's host side does: rows, blocks and positions, without ranks and buses."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bus.config import Config
+from bus.messages import Sampling
+from executor.runner import Handle, Runner
+from executor.step import MergedStep, RowSetup, SampledStep
+
+GREEDY = Sampling(seed=0, max_tokens=1000, temperature=0.0)
+
+Where = tuple[int, int]
+"""A rank, and a row of it."""
+
+
+@dataclass
+class _Row:
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    pending: int = 0
+
+
+class Driver:
+    """Runs steps over rows whose blocks are dealt out at random."""
+
+    def __init__(self, model: Path, cache: Path, shards: int = 1, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"ranks": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 8}
+        defaults |= {"max_model_len": 256, "num_blocks": 200, "cache_dir": str(cache)}
+        self.config = Config(**defaults | settings)
+        self.runner = Runner(self.config, model, lambda *_: None, shards)
+        self.rows: dict[Where, _Row] = {}
+        self.logprobs: dict[Where, tuple[np.ndarray, np.ndarray, int]] = {}
+        self._setups: list[RowSetup] = []
+        self._random = random.Random(0)
+        self._free = [list(range(self.runner.blocks_of_rank(rank))) for rank in range(self.config.ranks)]
+        for blocks in self._free:
+            self._random.shuffle(blocks)
+
+    def start(
+        self, where: Where, prompt: Sequence[int], sampling: Sampling = GREEDY, output: Sequence[int] = ()
+    ) -> None:
+        """Set a row up, with output that it had before."""
+        self.stop(where)
+        self.rows[where] = _Row([*prompt, *output])
+        self._set_up(where, 0, [*prompt, *output], len(prompt), sampling)
+
+    def resume(self, where: Where, drop: int, tokens: Sequence[int], sampling: Sampling = GREEDY) -> None:
+        """A session's next turn."""
+        row = self.rows[where]
+        base = len(row.tokens) - drop
+        row.tokens[base:] = tokens
+        row.computed = min(row.computed, base)
+        self._set_up(where, base, tokens, len(row.tokens), sampling)
+
+    def stop(self, where: Where) -> None:
+        """Give a row's blocks back; what is in them stays as it is."""
+        if where in self.rows:
+            self._free[where[0]] += self.rows.pop(where).blocks
+            self._random.shuffle(self._free[where[0]])
+
+    def send(self, num_tokens: Mapping[Where, int]) -> tuple[list[Where], Handle]:
+        """Dispatch a step; `take` its results in the same order."""
+        order = sorted(num_tokens)
+        samples, tables, positions = [], [], []
+        for where in order:
+            row = self.rows[where]
+            positions.append(row.computed)
+            row.computed += num_tokens[where]
+            length = len(row.tokens) + row.pending
+            assert row.computed <= length
+            samples.append(row.computed == length)
+            row.pending += samples[-1]
+            while len(row.blocks) * self.config.block_size < row.computed:
+                row.blocks.append(self._free[where[0]].pop())
+            tables.append(list(row.blocks))
+        widest = max(map(len, tables))
+        step = MergedStep(
+            setups=self._setups,
+            ranks=np.array([rank for rank, _ in order], np.int32),
+            rows=np.array([rank * self.config.max_num_seqs + row for rank, row in order], np.int32),
+            positions=np.array(positions, np.int32),
+            num_tokens=np.array([num_tokens[where] for where in order], np.int32),
+            samples=np.array(samples, np.bool_),
+            block_tables=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
+        )
+        self._setups = []
+        return order, self.runner.dispatch(step)
+
+    def take(self, sent: tuple[list[Where], Handle]) -> dict[Where, int]:
+        """What a step drew: a token for every row that ran, -1 where it did not sample."""
+        order, handle = sent
+        sampled: SampledStep = self.runner.collect(handle)
+        result = {}
+        for index, (where, token) in enumerate(zip(order, sampled.tokens.tolist(), strict=True)):
+            result[where] = token
+            if token != -1 and where in self.rows:
+                self.rows[where].tokens.append(token)
+                self.rows[where].pending -= 1
+            if index in sampled.logprobs:
+                self.logprobs[where] = sampled.logprobs[index]
+        return result
+
+    def step(self, num_tokens: Mapping[Where, int]) -> dict[Where, int]:
+        return self.take(self.send(num_tokens))
+
+    def prefill(self, where: Where, chunk: int = 64) -> int:
+        """Compute what is known of a row, in chunks; the token drawn at its end."""
+        row = self.rows[where]
+        token = -1
+        while row.computed < len(row.tokens) and token == -1:
+            token = self.step({where: min(chunk, len(row.tokens) - row.computed)})[where]
+        return token
+
+    def generate(self, where: Where, count: int, chunk: int = 64) -> list[int]:
+        """The next `count` tokens of a row that has been set up."""
+        tokens = [self.prefill(where, chunk)]
+        while len(tokens) < count:
+            tokens.append(self.step({where: 1})[where])
+        return tokens
+
+    def logits(self, where: Where, chunk: int = 64) -> np.ndarray:
+        """Log-probabilities of all tokens after what is known of a row, which was set up with `logprobs` -1."""
+        self.prefill(where, chunk)
+        tokens, values, _ = self.logprobs[where]
+        by_token = np.empty(self.runner.vocab_size, np.float32)
+        by_token[tokens[1:]] = values[1:]
+        return by_token
+
+    def _set_up(self, where: Where, start: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling) -> None:
+        row = where[0] * self.config.max_num_seqs + where[1]
+        self._setups.append(RowSetup(row, start, np.array(tokens, np.int32), prompt_len, sampling))

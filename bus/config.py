@@ -22,6 +22,9 @@ Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
+JOURNALED = ("frontend", "rank", "executor")
+"""The roles that can keep a journal."""
+
 EX_CONFIG = 78
 """Exit code of a process whose configuration or model cannot be used: a restart would not help (sysexits.h)."""
 
@@ -46,7 +49,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Who runs
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 2
     frontends: Annotated[int, Meta(ge=1, le=64)] = 1
-    scheduler: Literal["vllm"] = "vllm"
+    scheduler: Literal["native", "vllm"] = "vllm"
+    policy: Literal["fcfs", "priority"] = "priority"
+    """Who runs first: who came first, or by the requests' priority, then arrival time."""
 
     # Limits, per rank
     max_num_seqs: Annotated[int, Meta(ge=1, le=8192)] = 32
@@ -88,6 +93,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Logs
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    # The journal
+    journal: str = "off"
+    """Which processes keep one: off, on (all), or roles (frontend, rank, executor) with commas between."""
+    journal_dir: str = ""
+    """Where its files go; empty is the folder journal in run_dir."""
+    journal_file_mb: Annotated[int, Meta(ge=1, le=65536)] = 64
+    """Size at which a process goes on to its next file."""
+    journal_file_minutes: Positive = 60
+    """Age at which a process goes on to its next file."""
+    journal_keep: Positive = 16
+    """Files kept of one process; the oldest go first."""
+    journal_redact: bool = False
+    """Write numbers that stand for token ids instead of them, and no text."""
+
     @property
     def run_path(self) -> Path:
         return Path(self.run_dir).expanduser().absolute()
@@ -95,6 +114,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def cache_path(self) -> Path:
         return Path(self.cache_dir).expanduser().absolute()
+
+    @property
+    def journal_path(self) -> Path:
+        return Path(self.journal_dir).expanduser().absolute() if self.journal_dir else self.run_path / "journal"
+
+    def journals(self, role: str) -> bool:
+        """Whether processes of this role keep a journal."""
+        return self.journal == "on" or role in self.journal.split(",")
 
     def client_endpoint(self, frontend: int) -> str:
         return self._ipc(f"client-{frontend}")
@@ -143,6 +170,11 @@ def load(
     config.step_endpoint()  # refuses a run_dir that is too long now, not in one of the processes
     config.client_endpoint(config.frontends - 1)
     config.command_endpoint(config.frontends - 1)
+    if config.journal not in ("off", "on") and not set(config.journal.split(",")) <= set(JOURNALED):
+        raise ConfigError(
+            f"journal: {config.journal!r} is not allowed; it must be off, on, or some of {', '.join(JOURNALED)} "
+            "with commas between"
+        )
     if config.port + config.frontends - 1 > 65535:
         raise ConfigError(f"port: {config.port} + {config.frontends} frontends goes past 65535")
     return config

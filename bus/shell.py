@@ -16,6 +16,7 @@ from bus.buses import BUSES
 from bus.config import Config
 from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, Posted, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
+from bus.journal.recorder import Recorder
 from bus.links import Dialer, Identity, Listener, Timing
 from bus.log import get_logger
 from bus.messages import Goodbye, Message
@@ -40,8 +41,8 @@ def new_incarnation() -> int:
 class Shell:
     """Owns a process's sockets and clock and runs its core.
 
-    `perform` gets every effect of the core that is not `Send`, `WakeAt` or `Stop`. Only `post` and `stop` may be
-    called from other threads.
+    `perform` gets every effect of the core that is not `Send`, `WakeAt` or `Stop`. With a `recorder`, all that
+    passes through the core is journaled. Only `post` and `stop` may be called from other threads.
     """
 
     def __init__(
@@ -50,17 +51,19 @@ class Shell:
         config: Config,
         core: Core,
         perform: Callable[[Effect], None],
+        recorder: Recorder | None = None,
     ) -> None:
         self._me = identity
         self._config = config
         self._core = core
         self._perform = perform
+        self._recorder = recorder
         self._counters = Counters()
         self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, bytes]] = deque()
         self._posted: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Other threads may post after `run` has returned: the descriptor stays theirs as long as they know this shell.
@@ -146,7 +149,7 @@ class Shell:
             events = side.receive(parts, now)
             self._flush(socket, side)
             for event in events:
-                self._feed(event)
+                self._feed(event, parts[-1])
         return True
 
     def _tick(self, now: float) -> None:
@@ -155,32 +158,50 @@ class Shell:
             self._flush(socket, side)
             for event in events:
                 self._feed(event)
-        self._feed(Tick(now, time.time(), self._counters.snapshot()))
+        journal = self._recorder.counters() if self._recorder else {}
+        self._feed(Tick(now, time.time(), self._counters.snapshot() | journal))
 
-    def _feed(self, event: Event) -> None:
-        """The one place where events enter the core."""
-        self._events.append(event)
+    def _feed(self, event: Event, body: bytes = b"") -> None:
+        """The one place where events enter the core. `body` is that of the frame an event comes from."""
+        self._events.append((event, body))
         if len(self._events) > 1:
             return  # an effect of the event being handled; it comes next
         while self._events:
-            event = self._events[0]
+            event, body = self._events[0]
             if isinstance(event, PeerDown):
                 log.warning("peer down", bus=event.peer.bus, peer=str(event.peer), reason=event.reason)
-            for effect in self._core.handle(event):
-                self._do(effect)
+            self._handle(event, body)
             self._events.popleft()
 
-    def _do(self, effect: Effect) -> None:
+    def _handle(self, event: Event, body: bytes) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            for effect in self._core.handle(event):
+                self._do(effect)
+            return
+        recorder.begin(event, body)
+        try:
+            for effect in self._core.handle(event):
+                recorder.effect(effect, self._do(effect))
+        except BaseException as error:
+            recorder.end(f"{type(error).__name__}: {error}")
+            raise
+        recorder.end()
+
+    def _do(self, effect: Effect) -> bytes | None:
+        """Perform an effect; the body of the frame if one went out."""
         if isinstance(effect, Send):
-            self._send(effect.peer, effect.message)
-        elif isinstance(effect, WakeAt):
+            return self._send(effect.peer, effect.message)
+        if isinstance(effect, WakeAt):
             self._wake_at = effect.at
         elif isinstance(effect, Stop):
             self._stop_reason = effect.reason
         else:
             self._perform(effect)
+        return None
 
-    def _send(self, peer: Peer, message: Message) -> None:
+    def _send(self, peer: Peer, message: Message) -> bytes | None:
+        """Send a message if the peer is up; its body if so."""
         for socket, side in self._sides:
             if side.bus.name == peer.bus:
                 parts = side.encode(peer, message, time.monotonic())
@@ -190,7 +211,8 @@ class Shell:
                         self._counters.add(f"bus_lost_peers/{peer.bus}/{reason.split()[0]}")
                         for event in side.lose(peer, reason):
                             self._feed(event)
-                    return
+                    return parts[-1]
+        return None
 
     def _flush(self, socket: zmq.Socket[bytes], side: Listener | Dialer) -> None:
         """Send what the link itself has to say."""
@@ -221,8 +243,12 @@ class Shell:
         goodbye = Goodbye(reason=self._stop_reason or "it failed")
         for socket, side in self._sides:
             for peer in side.peers():
-                self._send(peer, goodbye)
+                parts = side.encode(peer, goodbye, time.monotonic())
+                if parts is not None:
+                    _try_send(socket, parts)  # whoever cannot take it finds out by itself
             socket.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._context.term()
 
 

@@ -13,13 +13,14 @@ from typing import Never
 
 from bus import model_files, process
 from bus.config import Config, ConfigError
+from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
 from bus.model_files import ModelFacts
 from bus.shell import Shell
 from frontend.bridge import Bridge
-from frontend.core import FrontendCore
-from frontend.params import ModelLimits
+from frontend.params import MAX_CHILDREN, ModelLimits
+from frontend.replay import Construction, build
 
 log = get_logger()
 
@@ -48,10 +49,11 @@ def run(config: Config, me: Identity) -> None:
         if not 0 <= me.index < config.frontends:
             raise ConfigError(f"--index {me.index} is not allowed; it must be less than frontends, {config.frontends}")
         source = model_files.resolve(config)
-        limits = _limits(config, model_files.read(source.folder))
+        facts = model_files.read(source.folder)
+        limits = _limits(config, facts)
         sock = _bind(config.host, config.port + me.index)
         bridge = Bridge()
-        bus = BusThread(config, me, limits, bridge)
+        bus = BusThread(config, me, limits, facts.fingerprint, bridge)
         bus.start()
         _import_vllm(config)
         if _terminated.is_set():
@@ -67,19 +69,16 @@ def run(config: Config, me: Identity) -> None:
 
 
 class BusThread(threading.Thread):
-    """Runs the frontend's core and its sockets. When it ends by itself, it ends the process by SIGTERM."""
+    """Runs the frontend's core and its sockets. When it ends by itself, it ends the process by SIGTERM.
 
-    def __init__(self, config: Config, me: Identity, limits: ModelLimits, bridge: Bridge) -> None:
+    `model` is the fingerprint of what is served.
+    """
+
+    def __init__(self, config: Config, me: Identity, limits: ModelLimits, model: str, bridge: Bridge) -> None:
         super().__init__(name="bus", daemon=True)
-        core = FrontendCore(
-            index=me.index,
-            policy=config.routing,
-            block_size=config.block_size,
-            command_deadline_s=config.command_deadline_s,
-            limits=limits,
-            seed_key=secrets.token_bytes(32),
-        )
-        self.shell = Shell(me, config, core, bridge.deliver)
+        construction = Construction(limits=limits, seed_key=secrets.token_bytes(32))
+        recorder = journal.start(config, me, construction, model=model)
+        self.shell = Shell(me, config, build(me.index, config, construction), bridge.deliver, recorder)
         self.shell.bind("client", config.client_endpoint(me.index))
         self.shell.bind("command", config.command_endpoint(me.index))
         self._error: BaseException | None = None
@@ -137,6 +136,7 @@ def _import_vllm(config: Config) -> None:
     os.environ.setdefault("VLLM_CACHE_ROOT", str(config.cache_path / "vllm"))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its loggers hand on to ours
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(MAX_CHILDREN))
     start = time.monotonic()
     gc.disable()  # imports make much that lives for ever; looking through it again and again costs seconds
     try:

@@ -20,6 +20,8 @@ COMMANDS = {
     "config": Command("frontend.show_config", "show every setting, its value, and where the value comes from"),
     "generate": Command("frontend.generate", "complete a text; its continuation appears as it comes"),
     "chat": Command("frontend.chat", "talk to the model, line by line"),
+    "journal": Command("bus.journal.command", "show what a process recorded, or how two recordings differ"),
+    "replay": Command("bus.replay_command", "run a process again from its journal, and tell where it does otherwise"),
 }
 
 

@@ -217,7 +217,7 @@ class _News:
         delivery = self._deliveries.get(entry.handle)
         if delivery is None:
             delivery = Delivery(entry.request_id, EMPTY, None, None, None)
-        self._deliveries[entry.handle] = delivery._replace(**fields)
+        self._deliveries[entry.handle] = structs.replace(delivery, **fields)
 
 
 def _finished(entry: Entry, ended: RequestEnded) -> Finished:

@@ -4,7 +4,7 @@ Calls go down as `Posted` events of the bus thread; deliveries come up as effect
 plain data, so that the core can be replayed without vLLM.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -74,24 +74,24 @@ Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused
 # Effects, from the core to the HTTP side
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """New output of one request: tokens as int32, and its end if it has ended."""
 
     request_id: str
     token_ids: Ints
-    logprobs: Logprobs | None
-    started: RequestStarted | None
-    ended: RequestEnded | None
+    logprobs: Logprobs | None = None
+    started: RequestStarted | None = None
+    ended: RequestEnded | None = None
 
 
-class Deliver(NamedTuple):
+class Deliver(msgspec.Struct, frozen=True):
     """Effect: what one rank's step gave the HTTP side's requests."""
 
     rank: int
     outputs: list[Delivery]
 
 
-class CommandResult(NamedTuple):
+class CommandResult(msgspec.Struct, frozen=True):
     """Effect: answer to a `CommandCall`. `error` is a sentence, or empty; `missing` as in `Reply`."""
 
     call_id: int
@@ -100,21 +100,21 @@ class CommandResult(NamedTuple):
     error: str
 
 
-class RenderText(NamedTuple):
+class RenderText(msgspec.Struct, frozen=True):
     """Effect: a client asked for generation from or to text. The HTTP side tokenises, generates and detokenises."""
 
     peer: Peer
     request: Generate
 
 
-class AbortText(NamedTuple):
+class AbortText(msgspec.Struct, frozen=True):
     """Effect: stop working on a client's text request."""
 
     peer: Peer
     request_id: str
 
 
-class StatusUpdate(NamedTuple):
+class StatusUpdate(msgspec.Struct, frozen=True):
     """Effect: how the engine does, at most about ten times a second, and at once when `ready` changes.
 
     `ready` is whether a request could be served now: an executor and at least one rank are up. `loads` has the last

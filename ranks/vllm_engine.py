@@ -95,7 +95,7 @@ def _vllm_config(config: Config) -> VllmConfig:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             enable_chunked_prefill=True,
             enable_prefix_caching=config.enable_prefix_caching,
-            scheduling_policy="priority",
+            scheduling_policy=config.policy,
             async_scheduling=config.async_depth > 1,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=config.enable_prefix_caching, publisher="null"),
         ).create_engine_config()

@@ -11,11 +11,15 @@ import pytest
 import zmq
 
 from bus.config import Config
-from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Tick
+from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Tick, WakeAt
+from bus.journal import recorder as journal
+from bus.journal.reader import Record, find
 from bus.links import Identity
 from bus.messages import Error, Heartbeat, KvPool, PartialSchedule, StepResult, Welcome
+from bus.replay import EventReader
 from bus.shell import Shell
 from bus.wire import ENVELOPE, pack_ints
+from tests.journals import Nothing
 
 DEADLINE_S = 10
 
@@ -56,7 +60,9 @@ class Running:
 
     def __init__(self, role: Any, config: Config, incarnation: int, index: int = 0) -> None:
         self.core = Recorder()
-        self.shell = Shell(Identity(role, index, incarnation), config, self.core, lambda effect: None)
+        me = Identity(role, index, incarnation)
+        recorder = journal.start(config, me, Nothing())
+        self.shell = Shell(me, config, self.core, lambda effect: None, recorder)
         self._thread = threading.Thread(target=self.shell.run)
 
     def start(self) -> "Running":
@@ -170,6 +176,59 @@ def test_the_link_survives_a_loss_that_only_one_side_saw(start: Any) -> None:
         side.lose(peer, "the test says so")
     executor.core.wait(lambda events: len([event for event in events if isinstance(event, PeerUp)]) == 2)
     assert executor.core.wait(lambda events: [type(event) for event in events] == [PeerUp, PeerDown, PeerUp])
+
+
+@pytest.fixture
+def journaled(config: Config) -> Config:
+    return msgspec.structs.replace(config, journal="rank")
+
+
+def test_the_journal_has_all_that_the_core_was_given_and_answered(journaled: Config) -> None:
+    executor, rank = Running("executor", journaled, 7), Running("rank", journaled, 8, 1)
+    executor.shell.bind("step", journaled.step_endpoint())
+    rank.shell.connect("step", journaled.step_endpoint())
+    executor.start()
+    rank.start()
+    try:
+        to_rank, to_executor = executor.core.wait(up), rank.core.wait(up)
+        executor.shell.post(Send(to_rank, POOL))
+        schedule = PartialSchedule(step=3, rows=pack_ints([1, 2]))
+        for effect in (Send(to_executor, schedule), WakeAt(1.5), Send(to_rank, schedule), Error(code="a", message="b")):
+            rank.shell.post(effect)
+        executor.core.wait(received)
+        rank.core.wait(lambda events: len(events) >= 6)
+    finally:
+        rank.end()
+        executor.end()
+    (found,) = find([str(journaled.journal_path)])
+    header = found.header()
+    assert (header.role, header.index, header.incarnation) == ("rank", 1, 8)
+    turns = [record.turn for record in found.records() if isinstance(record, Record)]
+    reader = EventReader("rank", ())
+    told = [reader.event(turn) for turn in turns if turn.kind not in ("posted", "tick", "drained")]
+    assert told == [event for event in rank.core.events if not isinstance(event, Posted)]
+    assert POOL in received(told)
+    effects = [(effect.subject, msgspec.msgpack.decode(effect.data)) for turn in turns for effect in turn.effects]
+    body = msgspec.msgpack.encode(schedule)
+    assert effects[:3] == [(to_executor, body), ("WakeAt", 1.5), (to_rank, body)]  # it was not up, but was meant
+    assert effects[3][0] == "Error"
+    assert {turn.kind for turn in turns} >= {"drained", "tick"}
+
+
+def test_the_journal_has_the_event_that_ended_the_process(journaled: Config) -> None:
+    def fail(effect: Any) -> None:
+        raise RuntimeError("it cannot be done")
+
+    me = Identity("rank", 1, 8)
+    shell = Shell(me, journaled, Recorder(), fail, journal.start(journaled, me, Nothing()))
+    shell.post("this ends it")
+    with pytest.raises(RuntimeError):
+        shell.run()
+    (found,) = find([str(journaled.journal_path)])
+    *_, last = found.records()
+    assert isinstance(last, Record)
+    assert (last.turn.kind, msgspec.msgpack.decode(last.turn.data)) == ("posted", "this ends it")
+    assert last.turn.raised == "RuntimeError: it cannot be done"
 
 
 def hello(socket: Any, incarnation: int = 5, **fields: Any) -> None:

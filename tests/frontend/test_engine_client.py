@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ class Seam:
     def _post(self, call: Any) -> None:
         self.calls.append(call)
         if isinstance(call, CommandCall) and self.answer is not None:
-            self.client.on_command_result(self.answer._replace(call_id=call.call_id))
+            self.client.on_command_result(msgspec.structs.replace(self.answer, call_id=call.call_id))
 
     def _fail(self, request_id: str, error: Any) -> None:
         self.failed.append((request_id, error.message, error.http_status))

@@ -24,6 +24,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.peers: dict[int, Peer] = {}
+        self.lost: list[str] = []
         self.changed = threading.Condition()
 
     def handle(self, event: Event) -> Iterable[Effect]:
@@ -39,6 +40,7 @@ class _Recorder:
             self.peers[event.peer.index] = event.peer
         elif isinstance(event, PeerDown):
             del self.peers[event.peer.index]
+            self.lost.append(event.reason)
         elif isinstance(event, Received):
             self.messages.append(event.message)
         else:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from bus.folds import RULES, fold
+from bus.folds import RULES
 from bus.messages import (
     AbortRequests,
     AnyCommand,
@@ -24,10 +24,8 @@ from bus.messages import (
     Load,
     MakeStats,
     MinRemainingOutput,
-    Outputs,
     PendingPrefillTokens,
     RequestCounts,
-    RequestEnded,
     ResetEncoderCache,
     ResetPrefixCache,
     Resume,
@@ -43,76 +41,11 @@ from bus.messages import (
 from bus.prefix import block_hashes
 from bus.wire import pack_ints, unpack_ints
 from tests.engine import Engine
-from tests.process.peers import FrontendSide, ToyExecutorSide
-from tests.ranks.toy import VOCAB, generate, request
+from tests.process.rank import RankUnderTest
+from tests.ranks.toy import VOCAB, generate
 from tests.tiny_model import EOS
 
 POOL = KvPool(num_blocks=64, block_size=16, max_model_len=256, vocab_size=VOCAB)
-ASKED: set[type] = set()
-
-
-class RankUnderTest:
-    """A rank process, two frontends and an executor around it. Each test leaves it idle, unpaused and empty."""
-
-    def __init__(self, engine: Engine, pool: KvPool) -> None:
-        self.engine = engine
-        self.executor = ToyExecutorSide(engine.config, pool)
-        self.frontends = [FrontendSide(index, engine.config) for index in range(2)]
-        self.handle = 0
-        engine.start("rank-0")
-        for frontend in self.frontends:
-            frontend.wait(lambda frontend=frontend: self._has_pool(frontend), "the rank has its pool")
-
-    @staticmethod
-    def _has_pool(frontend: FrontendSide) -> bool:
-        return any(isinstance(m, Load) and m.num_blocks > 0 for m in frontend.core.messages)
-
-    def value(self, body: AnyCommand, frontend: int = 0) -> Any:
-        """A command's value, through the fold that the frontend's core applies to it."""
-        ASKED.add(type(body))
-        return fold(type(body), [(0, self.frontends[frontend].value(body))])
-
-    def error(self, body: AnyCommand) -> Error:
-        ASKED.add(type(body))
-        answer = self.frontends[0].answer(self.frontends[0].ask(body))
-        assert isinstance(answer, Error), answer
-        return answer
-
-    def ask(self, body: AnyCommand, deadline_s: float | None = None) -> int:
-        ASKED.add(type(body))
-        return self.frontends[0].ask(body, deadline_s)
-
-    def add(self, prompt: list[int], max_tokens: int = 8, frontend: int = 0, **options: Any) -> int:
-        self.handle += 1
-        self.frontends[frontend].send(request(self.handle, prompt, max_tokens, **options))
-        return self.handle
-
-    def tokens(self, handle: int, frontend: int = 0) -> list[int]:
-        """Output of a request so far."""
-        tokens = []
-        for outputs in self.frontends[frontend].received(Outputs):
-            handles, given = unpack_ints(outputs.handles).tolist(), unpack_ints(outputs.tokens).tolist()
-            counts = unpack_ints(outputs.counts).tolist() or [1] * len(handles)
-            owners = [owner for owner, count in zip(handles, counts, strict=True) for _ in range(count)]
-            tokens += [token for owner, token in zip(owners, given, strict=True) if owner == handle]
-        return tokens
-
-    def ended(self, handle: int, frontend: int = 0) -> RequestEnded:
-        """A request's end, when it has come."""
-        side = self.frontends[frontend]
-
-        def found() -> RequestEnded | None:
-            for message in side.core.messages:
-                for ended in message.ended if isinstance(message, Outputs) else ():
-                    if ended.handle == handle:
-                        return ended
-            return None
-
-        return side.wait(found, f"the end of request {handle}")  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        for side in (*self.frontends, self.executor):
-            side.close()
 
 
 @pytest.fixture(scope="module")
@@ -364,5 +297,5 @@ def test_shutdown_ends_the_process(rank: RankUnderTest) -> None:
     rank.engine.stop("rank-0")
 
 
-def test_every_command_was_asked() -> None:
-    assert set(get_args(AnyCommand)) == set(RULES) == ASKED
+def test_every_command_was_asked(rank: RankUnderTest, single: RankUnderTest) -> None:
+    assert set(get_args(AnyCommand)) == set(RULES) == rank.asked | single.asked

@@ -1,12 +1,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus.config import Config
 from bus.counters import Counters
 from bus.messages import KvPool
+from ranks.native import NativeScheduler
 from ranks.scheduler import Scheduler
+
+MakeScheduler = Callable[..., Scheduler]
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +22,23 @@ def vllm_loaded() -> Any:
 
 
 @pytest.fixture
-def make_vllm(vllm_loaded: Any) -> Callable[..., Scheduler]:
+def make_vllm(vllm_loaded: Any) -> MakeScheduler:
     """Makes a scheduler on vLLM's for some settings and a pool."""
 
     def make(config: Config, pool: KvPool, counters: Counters | None = None) -> Scheduler:
         return vllm_loaded(config, counters or Counters())(pool)  # type: ignore[no-any-return]
+
+    return make
+
+
+@pytest.fixture(params=["vllm", "native"])
+def make_scheduler(request: pytest.FixtureRequest) -> MakeScheduler:
+    """Makes a scheduler for some settings and a pool, of which one block is not used: vLLM never uses its first."""
+    if request.param == "vllm":
+        return request.getfixturevalue("make_vllm")  # type: ignore[no-any-return]
+
+    def make(config: Config, pool: KvPool, counters: Counters | None = None) -> Scheduler:
+        pool = msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1)
+        return NativeScheduler(config, pool, counters or Counters())
 
     return make

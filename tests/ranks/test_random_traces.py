@@ -22,6 +22,7 @@ class Trace:
         self.config = Config(
             max_num_seqs=self.draw.choice([1, 2, 5]),
             max_num_batched_tokens=self.draw.choice([5, 12, 40]),
+            policy=self.draw.choice(["fcfs", "priority"]),
             async_depth=self.draw.choice([1, 2]),
             long_prefill_token_threshold=self.draw.choice([0, 3]),
             enable_prefix_caching=self.draw.random() < 0.8,
@@ -125,10 +126,10 @@ class Trace:
         self.names = (self.names | stored) - removed
 
 
-def test_random_traces(make_vllm: Callable[..., Any]) -> None:
+def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
     seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0}
     for seed in range(60):
-        trace = Trace(make_vllm, seed)
+        trace = Trace(make_scheduler, seed)
         try:
             trace.run(num_requests=12)
         except Exception as error:

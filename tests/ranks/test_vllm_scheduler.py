@@ -1,13 +1,15 @@
-"""vLLM's scheduler behind the rank's interface, against a toy executor that checks every row, position and block."""
+"""Both schedulers behind the rank's interface, against a toy executor that checks every row, position and block."""
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, Grammar, KvPool, Sampling, StepResult
+from bus.messages import AppendInput, Grammar, KvPool, Logprobs, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import BrokenResult, Refused
@@ -88,8 +90,8 @@ class Bench:
 
 
 @pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def bench(make_vllm: MakeScheduler, request: pytest.FixtureRequest) -> Callable[..., Bench]:
-    return lambda **settings: Bench(make_vllm, **{"async_depth": request.param} | settings)
+def bench(make_scheduler: MakeScheduler, request: pytest.FixtureRequest) -> Callable[..., Bench]:
+    return lambda **settings: Bench(make_scheduler, **{"async_depth": request.param} | settings)
 
 
 def sampling(**options: Any) -> Sampling:
@@ -141,6 +143,28 @@ def test_prefix_hit_and_kv_names(bench: Any) -> None:
     assert b.scheduler.take_kv_changes() == (b"", b"", True)
     assert b.scheduler.kv_snapshot() == b""
     b.check_clean()
+
+
+def test_output_is_cached_under_the_names_a_prompt_would_have(bench: Any) -> None:
+    b = bench()
+    b.add(0, prompt(13), 30, salt="a")
+    b.run()
+    everything = prompt(13) + b.output[0]
+    names = split_hashes(block_hashes(pack_ints(everything[:-1]), 8, "a"))
+    assert split_hashes(b.scheduler.kv_snapshot()) == names
+    assert len(names) == 5
+    b.add(1, everything, 2, salt="a")
+    b.run()
+    assert b.started[1] == 40
+
+
+def test_names_that_come_with_a_request_are_used(bench: Any) -> None:
+    b = bench()
+    given = bytes(range(32))
+    message = msgspec.structs.replace(request(0, prompt(20)), block_hashes=memoryview(given))
+    b.scheduler.add(0, message, 0.0)
+    b.run()
+    assert b.scheduler.kv_snapshot()[:32] == given
 
 
 def test_evicted_names_are_reported(bench: Any) -> None:
@@ -198,6 +222,18 @@ def test_the_last_to_come_is_preempted_and_priority_goes_first(bench: Any) -> No
     b.check_clean()
 
 
+def test_a_request_that_makes_room_for_others_does_not_stop_them(bench: Any) -> None:
+    """The first in the batch is the one to be preempted, and is so before anything else was scheduled."""
+    b = bench(num_blocks=5, policy="priority")
+    b.add(0, prompt(5, 0), 8, priority=1)
+    b.turn()
+    b.add(1, prompt(20, 1), 4, priority=0)
+    b.run()
+    assert [b.ended[handle].reason for handle in (0, 1)] == ["length", "length"]
+    assert b.counters.snapshot()["scheduler_preemptions"] >= 1
+    b.check_clean()
+
+
 def test_stop_tokens_and_eos(bench: Any) -> None:
     b = bench()
     free = generate(prompt(9), sampling(max_tokens=30), 64)[0]
@@ -216,8 +252,8 @@ def test_stop_tokens_and_eos(bench: Any) -> None:
     b.check_clean()
 
 
-def test_a_step_sent_too_many_is_dropped_and_counted(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, async_depth=2)
+def test_a_step_sent_too_many_is_dropped_and_counted(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, async_depth=2)
     first = next_token(prompt(9))
     b.add(0, prompt(9), 30, stop_token_ids=[first])
     assert b.send()
@@ -251,8 +287,8 @@ def test_a_pool_smaller_than_the_context_limits_requests(bench: Any) -> None:
     b.check_clean()
 
 
-def test_a_pool_of_one_block_serves_nothing(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, num_blocks=1)
+def test_a_pool_of_one_block_serves_nothing(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, num_blocks=1)
     with pytest.raises(Refused, match="0 KV blocks of 8 tokens hold 0"):
         b.add(0, prompt(1), 1)
     assert not b.turn()
@@ -275,9 +311,9 @@ def test_a_pool_of_one_block_serves_nothing(make_vllm: MakeScheduler) -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused(
-    make_vllm: MakeScheduler, length: int, options: Any, sentence: str
+    make_scheduler: MakeScheduler, length: int, options: Any, sentence: str
 ) -> None:
-    b = Bench(make_vllm)
+    b = Bench(make_scheduler)
     with pytest.raises(Refused, match=sentence):
         b.add(0, prompt(length), **options)
     assert not b.scheduler.has(0, 0)
@@ -341,6 +377,26 @@ def test_nan_ends_that_request_only(bench: Any) -> None:
     b.check_clean()
 
 
+@pytest.mark.parametrize(("aborted", "left"), [(0, 1), (1, 0)])
+def test_logprobs_go_to_the_request_that_has_the_row(bench: Any, aborted: int, left: int) -> None:
+    b = bench()
+    b.add(0, prompt(10, 0), 9)
+    b.add(1, prompt(20, 1), 9)  # its prompt is not complete in the first step
+    b.add(2, prompt(10, 2), 9)
+    assert b.send()
+    b.scheduler.finish(0, pack_ints([aborted]), "abort")
+
+    def of(row: int) -> Logprobs:
+        values = memoryview(struct.pack("<f", -0.5))
+        return Logprobs(owner=row, positions=1, token_ids=pack_ints([row]), values=values, ranks=pack_ints([1]))
+
+    result = b.executor.take()
+    assert unpack_ints(result.tokens).tolist()[1] == -1
+    result = msgspec.structs.replace(result, logprobs=[of(0), of(1), of(3)])
+    ((_, outputs),) = b.scheduler.update(result)
+    assert [(item.owner, unpack_ints(item.token_ids).tolist()) for item in outputs.logprobs] == [(left, [left])]
+
+
 @pytest.mark.parametrize("tokens", [[], [3, 3], [-1], [VOCAB], [-3]])
 def test_a_result_that_does_not_fit_is_refused(bench: Any, tokens: list[int]) -> None:
     b = bench()
@@ -387,8 +443,8 @@ def test_pause(bench: Any) -> None:
     b.check_clean()
 
 
-def test_load_figures(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm, async_depth=1)
+def test_load_figures(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler, async_depth=1)
     b.add(0, prompt(10), 9)
     b.add(1, prompt(30, 1), 4)
     load = b.scheduler.load()
@@ -407,8 +463,8 @@ def test_load_figures(make_vllm: MakeScheduler) -> None:
     b.check_clean()
 
 
-def test_stats_count_since_the_last_time(make_vllm: MakeScheduler) -> None:
-    b = Bench(make_vllm)
+def test_stats_count_since_the_last_time(make_scheduler: MakeScheduler) -> None:
+    b = Bench(make_scheduler)
     b.add(0, prompt(33), 4)
     b.run()
     b.add(1, prompt(33), 4)
@@ -417,7 +473,7 @@ def test_stats_count_since_the_last_time(make_vllm: MakeScheduler) -> None:
     assert stats["prefix_cache_stats"] | {"hits": 32, "queries": 66, "requests": 2} == stats["prefix_cache_stats"]
     assert stats["kv_cache_usage"] == 0
     assert b.scheduler.stats()["prefix_cache_stats"]["queries"] == 0
-    assert Bench(make_vllm, log_stats=False).scheduler.stats() is None
+    assert Bench(make_scheduler, log_stats=False).scheduler.stats() is None
 
 
 def test_without_prefix_caching(bench: Any) -> None:
@@ -430,9 +486,10 @@ def test_without_prefix_caching(bench: Any) -> None:
     b.check_clean()
 
 
-def test_sessions_are_vllms(bench: Any) -> None:
+@pytest.mark.parametrize("async_depth", [1, 2])
+def test_sessions_are_vllms(make_vllm: MakeScheduler, async_depth: int) -> None:
     """Append while running and while waiting for input, then close."""
-    b = bench()
+    b = Bench(make_vllm, async_depth=async_depth)
     b.add(0, prompt(6), 3, resumable=True)
     assert b.turn()
     assert b.scheduler.append(0, AppendInput(handle=0, sequence=2, prompt_token_ids=pack_ints([1, 2, 3]))) == []

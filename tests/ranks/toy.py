@@ -2,7 +2,7 @@
 
 The toy model's next token is a hash of all tokens before it, so any way of scheduling a request gives the same tokens.
 The toy KV cache holds at each place a hash of the tokens up to there; before a row runs, everything it attends to must
-be in its blocks.
+be in its blocks. The real executor's merge looks at every schedule too, and must see the same positions and blocks.
 """
 
 from collections import deque
@@ -11,6 +11,8 @@ from hashlib import blake2b
 
 from bus.messages import EMPTY, AddRequest, KvPool, PartialSchedule, Sampling, StepResult
 from bus.wire import pack_ints, unpack_ints
+from executor.merge import Limits, Merger
+from executor.rows import Rows
 
 VOCAB = 50
 
@@ -89,6 +91,13 @@ class ToyExecutor:
     resumed: int = 0
     cached: int = 0
 
+    def __post_init__(self) -> None:
+        pool = self.pool
+        limits = Limits(
+            self.max_num_seqs, self.max_num_batched_tokens, pool.max_model_len, pool.vocab_size, [pool.num_blocks]
+        )
+        self.merger = Merger(Rows(1, self.max_num_seqs, pool.max_model_len, pool.block_size), limits)
+
     def run(self, schedule: PartialSchedule) -> None:
         rows = unpack_ints(schedule.rows).tolist()
         counts = unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows)
@@ -111,7 +120,13 @@ class ToyExecutor:
             assert row in rows
             assert row not in entered
             self.rows[row].blocks.append(block)
+        merged = self.merger.merge([self.merger.apply(0, schedule)])
+        assert merged.positions.tolist() == [self.rows[row].position for row in rows]
         tokens = [self._run_row(row, count) for row, count in zip(rows, counts, strict=True)]
+        assert merged.samples.tolist() == [token != -1 for token in tokens]
+        for row, table in zip(rows, merged.block_tables, strict=True):
+            used = -(-self.rows[row].position // self.pool.block_size)
+            assert table[:used].tolist() == self.rows[row].blocks[:used]
         self.in_flight_rows.append(rows)
         self.results.append(StepResult(step=schedule.step, tokens=pack_ints(tokens)))
 
@@ -122,7 +137,7 @@ class ToyExecutor:
     def _enter(self, row: int, tokens: object, block_ids: object, num_computed: int) -> None:
         assert not any(row in named for named in self.in_flight_rows), f"row {row} is named by a step in flight"
         blocks = unpack_ints(block_ids).tolist()  # type: ignore[arg-type]
-        assert all(0 < block < self.pool.num_blocks for block in blocks)
+        assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
         self.rows[row] = _Row(list(tokens.tolist()), num_computed, blocks)  # type: ignore[attr-defined]
 

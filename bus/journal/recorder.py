@@ -1,0 +1,136 @@
+"""What the shell tells of each event: encoded at once, gathered, and handed to the writer in batches."""
+
+import hashlib
+import importlib.metadata
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus.buses import SCHEMA
+from bus.config import Config, ConfigError
+from bus.core import Effect, Event, Peer
+from bus.counters import Counters
+from bus.journal import blocks
+from bus.journal.records import ENCODER, Header, Plain, as_is, effect_parts, event_parts
+from bus.journal.writer import Batch, Files, Limits, Writer
+from bus.journal.zstd import ZstdError, compressor
+from bus.links import Identity
+from bus.log import get_logger
+
+log = get_logger()
+
+BATCH_BYTES = 256 << 10
+BATCH_S = 0.1
+"""The most that a killed process has not written yet."""
+CLOSE_S = 5.0
+
+
+class Recorder:
+    """Keeps the journal of one process. All calls come from the shell's thread."""
+
+    def __init__(self, writer: Writer, counters: Counters, plain: Plain) -> None:
+        self._writer = writer
+        self._counters = counters
+        self._plain = plain
+        self._effects: list[tuple[Peer | str, Any]] = []
+        self._event: tuple[Any, Any, Any] = (None, None, None)
+        self._at = 0.0
+        self._first = 1
+        self._count = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._due = 0.0
+
+    def begin(self, event: Event, body: bytes) -> None:
+        """The core is given an event; `body` is that of the frame if it is one."""
+        self._at = time.monotonic()
+        self._event = event_parts(event, body, self._plain)
+
+    def effect(self, effect: Effect, body: bytes | None) -> None:
+        """An effect was performed; `body` is that of the frame if one went out."""
+        self._effects.append(effect_parts(effect, body, self._plain))
+
+    def end(self, raised: str = "") -> None:
+        """All effects of the event were performed, or `raised` ends the process."""
+        now = time.monotonic()
+        kind, subject, data = self._event
+        record = ENCODER.encode((self._at, time.time(), now - self._at, kind, subject, data, self._effects, raised))
+        self._effects = []
+        head = blocks.frame(record)
+        self._parts += (head, record)
+        self._count += 1
+        self._size += len(head) + len(record)
+        if self._size >= BATCH_BYTES or now >= self._due:
+            self._hand_over()
+            self._due = now + BATCH_S
+
+    def counters(self) -> dict[str, float]:
+        """What became of the records so far."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Write what is left; nothing may be recorded after that."""
+        self._hand_over()
+        if not self._writer.close(CLOSE_S):
+            log.error("the end of the journal could not be written in time", waited_s=CLOSE_S)
+
+    def _hand_over(self) -> None:
+        if self._count:
+            self._writer.put(Batch(self._first, self._count, self._parts, self._size))
+            self._first += self._count
+            self._count, self._parts, self._size = 0, [], 0
+
+
+def start(
+    config: Config,
+    me: Identity,
+    construction: msgspec.Struct,
+    plain: Plain = as_is,
+    model: str = "",
+) -> Recorder | None:
+    """Begin this process's journal, or return None if the configuration wants none of its role.
+
+    `construction` is what the core is built from beside `config`, `model` the fingerprint of what is served.
+
+    Raises:
+        ConfigError: a journal is wanted, and there is nothing to compress it with.
+    """
+    if not config.journals(me.role):
+        return None
+    header = Header(
+        role=me.role,
+        index=me.index,
+        incarnation=me.incarnation,
+        number=0,
+        monotonic=time.monotonic(),
+        wall=time.time(),
+        config=msgspec.to_builtins(config),
+        code=code_version(me.role),
+        model=model,
+        schema=SCHEMA,
+        redacted=config.journal_redact,
+        construction=msgspec.Raw(ENCODER.encode(construction)),
+    )
+    try:
+        compress = compressor()
+    except ZstdError as error:
+        raise ConfigError(f"journal: {error}") from None
+    limits = Limits(config.journal_file_mb << 20, config.journal_file_minutes * 60.0, config.journal_keep)
+    counters = Counters()
+    return Recorder(Writer(Files(config.journal_path, header, limits, compress), counters), counters, plain)
+
+
+def code_version(role: str) -> str:
+    """The package's version, and a hash of the sources that a role's core is made of."""
+    root = Path(__file__).parent.parent.parent
+    digest = hashlib.blake2b(digest_size=8)
+    for package in ("bus", {"rank": "ranks"}.get(role, role)):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        version = importlib.metadata.version("rankbus")
+    except importlib.metadata.PackageNotFoundError:
+        version = "source"
+    return f"{version}+{digest.hexdigest()}"

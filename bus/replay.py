@@ -1,0 +1,155 @@
+"""Feeds what a journal recorded to a core in this process, and compares all that it answers with what was recorded.
+
+A role's own package says how its core is built and which values its threads post (`Subject`).
+"""
+
+import typing
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from bus.buses import BUSES
+from bus.config import Config
+from bus.core import Core, Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Tick
+from bus.journal.items import Item, items
+from bus.journal.reader import JournalError
+from bus.journal.records import ENCODER, EffectRecord, Header, Plain, Turn, as_is, effect_parts
+from bus.messages import Role
+
+Kind = TypeVar("Kind")
+
+
+class Subject(NamedTuple):
+    """A core to replay, and what belongs to it."""
+
+    core: Core
+    posted: tuple[type, ...] = ()
+    """Types of what the process's own threads post."""
+    plain: Plain = as_is
+    """The same as when it was recorded."""
+
+
+class Difference(NamedTuple):
+    """Where a replayed core first did something else than was recorded.
+
+    `place` counts the effects of the event from 0. What one side lacks is None.
+    """
+
+    place: int
+    recorded: Item | None
+    replayed: Item | None
+
+
+class Replay:
+    """Replays one journal, record by record."""
+
+    def __init__(self, header: Header, subject: Subject) -> None:
+        self.core = subject.core
+        self._subject = subject
+        self._events = EventReader(header.role, subject.posted)
+
+    def feed(self, turn: Turn) -> Difference | None:
+        """Give the core the event of a record; the first difference in what it answers, if there is one.
+
+        Raises:
+            Exception: what the core raised, if it did not end the recorded process as well.
+        """
+        event = self._events.event(turn)
+        try:
+            effects = [effect_parts(effect, None, self._subject.plain) for effect in self.core.handle(event)]
+        except Exception as error:
+            if turn.raised == f"{type(error).__name__}: {error}":
+                return None
+            raise
+        replayed = [EffectRecord(subject, msgspec.Raw(ENCODER.encode(data))) for subject, data in effects]
+        if len(replayed) == len(turn.effects) and all(map(_equal, turn.effects, replayed)):
+            return None
+        return self._difference(turn, replayed)
+
+    def _difference(self, turn: Turn, replayed: list[EffectRecord]) -> Difference:
+        _, *before = items(turn)
+        _, *now = items(msgspec.structs.replace(turn, effects=replayed))
+        both = min(len(before), len(now))
+        place = next((place for place in range(both) if not _equal(turn.effects[place], replayed[place])), both)
+        return Difference(place, _at(before, place), _at(now, place))
+
+
+class EventReader:
+    """Makes events of records again."""
+
+    def __init__(self, role: Role, posted: tuple[type, ...]) -> None:
+        self._messages = {
+            bus.name: msgspec.msgpack.Decoder(bus.up if bus.binds == role else bus.down) for bus in BUSES.values()
+        }
+        self._posted: dict[str, msgspec.msgpack.Decoder[Any]] = {
+            kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_decode_array) for kind in posted
+        }
+        self._body = msgspec.msgpack.Decoder(bytes)
+        self._number = msgspec.msgpack.Decoder(float)
+        self._tick = msgspec.msgpack.Decoder(Tick)
+
+    def event(self, turn: Turn) -> Event:
+        """The event of a record, as the core was given it."""
+        subject = turn.subject
+        match turn.kind:
+            case "drained":
+                return Drained(self._number.decode(turn.data))
+            case "tick":
+                return self._tick.decode(turn.data)
+            case "posted":
+                assert isinstance(subject, str)
+                return Posted(self._posted[subject].decode(turn.data))
+        assert isinstance(subject, Peer)
+        match turn.kind:
+            case "received":
+                return Received(subject, self._messages[subject.bus].decode(self._body.decode(turn.data)))
+            case "up":
+                return PeerUp(subject)
+        return PeerDown(subject, msgspec.msgpack.decode(turn.data, type=str))
+
+
+def config_of(header: Header) -> Config:
+    """The configuration of the recorded process.
+
+    Raises:
+        JournalError: this code has not the same settings.
+    """
+    try:
+        return msgspec.convert(dict(header.config), Config)
+    except msgspec.ValidationError as error:
+        raise JournalError(f"the journal's configuration is not one of this code: {error}") from None
+
+
+def construction_of(header: Header, kind: type[Kind]) -> Kind:
+    """What the recorded core was built from beside the configuration.
+
+    Raises:
+        JournalError: this code builds it from something else.
+    """
+    try:
+        return msgspec.msgpack.decode(header.construction, type=kind)
+    except msgspec.ValidationError as error:
+        raise JournalError(f"the journal has not what this code builds a {header.role}'s core from: {error}") from None
+
+
+def _at(effects: list[Item], place: int) -> Item | None:
+    return effects[place] if place < len(effects) else None
+
+
+def _equal(recorded: EffectRecord, replayed: EffectRecord) -> bool:
+    if recorded.subject != replayed.subject:
+        return False
+    before, now = bytes(recorded.data), bytes(replayed.data)
+    return before == now or _value(recorded) == _value(replayed)
+
+
+def _value(effect: EffectRecord) -> Any:
+    value = msgspec.msgpack.decode(effect.data)
+    return msgspec.msgpack.decode(value) if isinstance(effect.subject, Peer) else value
+
+
+def _decode_array(kind: Any, value: Any) -> Any:
+    """A one-dimensional numpy array of its bytes; `kind` is its annotation, like ``npt.NDArray[np.int32]``."""
+    _, dtype = typing.get_args(kind)
+    return np.frombuffer(value, typing.get_args(dtype)[0])

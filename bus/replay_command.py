@@ -1,0 +1,145 @@
+"""``rankbus replay``: run a process's core again from its journal, and stop where it does otherwise."""
+
+import argparse
+import importlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+from bus.core import Core
+from bus.journal import text
+from bus.journal.blocks import Damaged
+from bus.journal.items import Tracker, items, matches, step_of
+from bus.journal.reader import Journal, JournalError, Record, find_one
+from bus.journal.recorder import code_version
+from bus.journal.records import Header
+from bus.replay import Difference, Replay
+
+MODULES = {"frontend": "frontend.replay"}
+"""Where each role has its function ``subject(header)``; imported only when it is replayed."""
+
+
+class Stops(NamedTuple):
+    """Where to hand over to the debugger: at a step, and at whatever is about a request."""
+
+    step: int | None = None
+    request: str | None = None
+
+
+NOWHERE = Stops()
+
+
+class Outcome(NamedTuple):
+    """What a replay came to. `at` is the record with the `difference`."""
+
+    events: int
+    frames: int
+    at: Record | None = None
+    difference: Difference | None = None
+    damage: Damaged | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``rankbus replay``; returns 0 if all was as recorded, 1 if something was not, 2 if there is a gap."""
+    parser = argparse.ArgumentParser(prog="rankbus replay", description=__doc__)
+    parser.add_argument("role", choices=MODULES)
+    parser.add_argument("journal", nargs="+", metavar="J", help="files, or the name of a process's start")
+    parser.add_argument("--until", metavar="step=N", type=_named("step", int), help="stop before this step")
+    parser.add_argument(
+        "--break", metavar="request=ID", dest="request", type=_named("request", str), help="stop at all about a request"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        journal = find_one(options.journal, options.role)
+        header = journal.header()
+        _warn_of_other_code(header)
+        began = time.perf_counter()
+        outcome = replay(journal, header, Stops(options.until, options.request))
+    except JournalError as error:
+        print(f"rankbus: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - began
+    if outcome.damage is not None:
+        print(f"{journal.name}: {outcome.damage}; replayed up to there", file=sys.stderr)
+    if outcome.at is not None and outcome.difference is not None:
+        print(*_told(outcome.at, outcome.difference, header), sep="\n")
+        return 1
+    print(f"no difference in {outcome.events} events and {outcome.frames} frames; {seconds:.1f} s")
+    return 0 if outcome.damage is None or outcome.damage.last is None else 2
+
+
+def replay(journal: Journal, header: Header, stops: Stops = NOWHERE) -> Outcome:
+    """Replay a journal up to its end, the first difference, or damage.
+
+    Raises:
+        JournalError: its beginning is missing, or this code cannot replay it.
+    """
+    run = Replay(header, importlib.import_module(MODULES[header.role]).subject(header))
+    tracker = Tracker()
+    events = frames = 0
+    for record in journal.records():
+        if isinstance(record, Damaged):
+            if record.last == 0:
+                continue  # no record is lost
+            return Outcome(events, frames, damage=record)
+        if events == 0 and record.number != 1:
+            raise JournalError(f"the journal begins with record {record.number}; the files before that are missing")
+        turn = record.turn
+        if stops != NOWHERE:
+            stops = _stop(stops, run.core, record, tracker)
+        difference = run.feed(turn)
+        events += 1
+        frames += sum(not isinstance(effect.subject, str) for effect in turn.effects)
+        if difference is not None:
+            return Outcome(events, frames, record, difference)
+    return Outcome(events, frames)
+
+
+def _stop(stops: Stops, core: Core, record: Record, tracker: Tracker) -> Stops:
+    """Hand over to the debugger if this record is a place to stop; where to stop from then on."""
+    said = items(record.turn)
+    about = [one for item in said for one in tracker.requests(item)]
+    steps = [step for item in said if (step := step_of(item)) is not None]
+    at_step = stops.step is not None and any(step >= stops.step for step in steps)
+    if at_step or (stops.request and matches(stops.request, about)):
+        print(*text.lines(record, said, record.turn.at), sep="\n")
+        debug(core, record)
+    return stops._replace(step=None) if at_step else stops
+
+
+def debug(core: Core, record: Record) -> None:
+    """The core before it is given the event of `record`; ``core.handle`` comes when this returns."""
+    breakpoint()
+
+
+def _told(record: Record, difference: Difference, header: Header) -> list[str]:
+    said = items(record.turn)
+    recorded, replayed = difference.recorded, difference.replayed
+    told = [*text.lines(record, said, header.monotonic), ""]
+    told.append(f"record {record.number}, effect {difference.place + 1}:")
+    told.append(f"  recorded: {text.one_line(recorded) if recorded else 'nothing more'}")
+    told.append(f"  replayed: {text.one_line(replayed) if replayed else 'nothing more'}")
+    if recorded and replayed:
+        told += [f"  {line}" for line in text.differences(recorded, replayed)]
+    return told
+
+
+def _warn_of_other_code(header: Header) -> None:
+    code = code_version(header.role)
+    if header.code != code:
+        print(f"recorded by code {header.code}; this is {code}", file=sys.stderr)
+
+
+def _named(name: str, kind: Any) -> Any:
+    """A parser of ``name=value``."""
+
+    def parse(given: str) -> Any:
+        key, _, value = given.partition("=")
+        if key != name or not value:
+            raise argparse.ArgumentTypeError(f"{given} is not allowed; it must be {name}=…")
+        try:
+            return kind(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{given} is not allowed; {name} is a number") from None
+
+    return parse

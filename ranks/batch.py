@@ -1,0 +1,159 @@
+"""The requests that run: their rows, and everything about them that a step may change, in arrays by row."""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from ranks.request import Int32, Request
+
+Rows = npt.NDArray[np.intp]
+"""Numbers of rows, as numpy likes its indices."""
+
+NONE = -1
+"""Stands in arrays of token ids for no token."""
+
+
+class Batch:
+    """Rows 0 … size - 1, each held by a request or by none.
+
+    All arrays are int32 [size] unless said otherwise, and what stands in a row that nobody holds means nothing:
+
+    - `known`: tokens whose ids are here; they stand in `tokens` [size, max_len].
+    - `unseen`: tokens that steps in flight draw.
+    - `computed`: tokens whose KV is computed once the steps in flight are done.
+    - `limit`: the length at which the request ends.
+    - `num_blocks`: KV blocks; their numbers stand in `blocks` [size, most].
+    - `num_named`: how many of these have their name, from the first on.
+    - `prefilling` (bool): whether the last step it was in did not reach its last token.
+    - `stops` [size, most]: the tokens it stops at, the one without a reason first; `NONE` fills the rest.
+    - `frontend` and `handle`: its key.
+
+    The wide tables are mapped when they are first written to, so a row takes the memory that its longest request took.
+    """
+
+    def __init__(self, size: int, max_len: int, most_blocks: int) -> None:
+        self.running: Rows = np.empty(0, np.intp)
+        """The rows that are held, in the order in which their requests entered."""
+        self.requests: list[Request | None] = [None] * size
+        self.known = np.zeros(size, np.int32)
+        self.unseen = np.zeros(size, np.int32)
+        self.computed = np.zeros(size, np.int32)
+        self.limit = np.zeros(size, np.int32)
+        self.num_blocks = np.zeros(size, np.int32)
+        self.num_named = np.zeros(size, np.int32)
+        self.prefilling = np.zeros(size, np.bool_)
+        self.frontend = np.zeros(size, np.int32)
+        self.handle = np.zeros(size, np.int32)
+        self.tokens = np.zeros((size, max_len), np.int32)
+        self.blocks = np.zeros((size, most_blocks), np.int32)
+        self.stops = np.full((size, 1), NONE, np.int32)
+        self.held = np.zeros(size, np.bool_)
+        self._free = deque(range(size))
+        self._last_step = np.full(size, -1, np.int64)
+        self._completed = -1
+        self._leaving: deque[int] = deque()
+
+    @property
+    def num_free(self) -> int:
+        """Rows that a request may enter."""
+        return len(self._free)
+
+    @property
+    def num_leaving(self) -> int:
+        """Rows that nobody holds but steps in flight still name."""
+        return len(self._leaving)
+
+    def request(self, row: int) -> Request:
+        """Who holds a row."""
+        request = self.requests[row]
+        assert request is not None
+        return request
+
+    def tokens_of(self, row: int) -> Int32:
+        """All known tokens of a row; a view that the row's next request overwrites."""
+        tokens: Int32 = self.tokens[row, : self.known[row]]
+        return tokens
+
+    # Entering and leaving
+
+    def enter(self, request: Request, blocks: list[int], num_cached: int, num_named: int) -> int:
+        """Give a request a free row, the one that has been free longest, and say which."""
+        row = self._free.popleft()
+        size = request.tokens.size
+        self.tokens[row, :size] = request.tokens
+        self.known[row] = size
+        self.unseen[row] = 0
+        self.computed[row] = num_cached
+        self.limit[row] = request.limit
+        self.num_blocks[row] = 0
+        self.add_blocks(row, blocks)
+        self.num_named[row] = num_named
+        self.prefilling[row] = False
+        self.frontend[row] = request.frontend
+        self.handle[row] = request.handle
+        self._set_stops(row, request)
+        self.requests[row] = request
+        self.held[row] = True
+        request.row = row
+        return row
+
+    def _set_stops(self, row: int, request: Request) -> None:
+        eos = request.sampling.eos_token_id
+        stops = [NONE if eos is None else eos, *request.sampling.stop_token_ids]
+        if len(stops) > self.stops.shape[1]:
+            wide = np.full((self.stops.shape[0], len(stops)), NONE, np.int32)
+            wide[:, : self.stops.shape[1]] = self.stops
+            self.stops = wide
+        self.stops[row] = NONE
+        self.stops[row, : len(stops)] = stops
+
+    def leave(self, rows: list[int]) -> None:
+        """Take these rows from their requests."""
+        for row in rows:
+            self.request(row).row = NONE
+            self.requests[row] = None
+            self._vacate(row)
+        self.held[rows] = False
+        self.running = self.running[self.held[self.running]]
+
+    def _vacate(self, row: int) -> None:
+        if self._last_step[row] <= self._completed:
+            self._free.append(row)
+        else:
+            self._leaving.append(row)
+
+    # Steps, which are numbered, and complete in the order in which they were made
+
+    def use(self, rows: Rows, step: int) -> None:
+        """Note that a step names these rows."""
+        self._last_step[rows] = step
+
+    def ran_in(self, row: int) -> int:
+        """The last step that names a row."""
+        return int(self._last_step[row])
+
+    def complete(self, step: int) -> None:
+        """A step has come back: rows that only it and earlier ones name are free if nobody holds them."""
+        self._completed = step
+        for _ in range(len(self._leaving)):
+            self._vacate(self._leaving.popleft())
+
+    # Blocks
+
+    def blocks_of(self, row: int) -> list[int]:
+        """The numbers of a row's blocks."""
+        blocks: list[int] = self.blocks[row, : self.num_blocks[row]].tolist()
+        return blocks
+
+    def add_blocks(self, row: int, blocks: list[int]) -> None:
+        """Append to the blocks of one row."""
+        begin = int(self.num_blocks[row])
+        self.blocks[row, begin : begin + len(blocks)] = blocks
+        self.num_blocks[row] += len(blocks)
+
+    def add_block_each(self, rows: Rows, blocks: list[int]) -> None:
+        """Append one block to each of these rows, which are different."""
+        places = self.num_blocks[rows]
+        self.blocks[rows, places] = blocks
+        self.num_blocks[rows] = places + 1

@@ -1,0 +1,76 @@
+"""Which KV blocks the rows have, and which of these can be found again by their name."""
+
+import numpy as np
+
+from ranks.batch import Batch, Rows
+from ranks.block_pool import BlockPool
+from ranks.request import Int32, Request
+
+
+class KvCache:
+    """Gives the rows of a batch blocks of a pool, and the blocks their names."""
+
+    def __init__(self, batch: Batch, pool: BlockPool, block_size: int) -> None:
+        self._batch = batch
+        self.pool = pool
+        self._shift = block_size.bit_length() - 1
+        assert block_size == 1 << self._shift
+        self.block_size = block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens >> self._shift)
+
+    def lacking(self, rows: Rows, ends: Int32) -> Int32:
+        """How many blocks each of `rows` lacks to hold tokens up to `ends`."""
+        lacking: Int32 = np.maximum(((ends + (self.block_size - 1)) >> self._shift) - self._batch.num_blocks[rows], 0)
+        return lacking
+
+    def grow(self, rows: Rows, lacking: Int32) -> tuple[Rows, list[int]]:
+        """Give `rows` the blocks they lack; returns the row of each block given, and the blocks, in order.
+
+        The caller knows that there are as many free ones.
+        """
+        some = lacking > 0
+        rows = rows[some]
+        numbers = lacking[some]
+        blocks = self.pool.take(int(numbers.sum()))
+        if len(blocks) == rows.size:
+            self._batch.add_block_each(rows, blocks)
+            return rows, blocks
+        begin = 0
+        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+            self._batch.add_blocks(row, blocks[begin : begin + number])
+            begin += number
+        return np.repeat(rows, numbers), blocks
+
+    def find(self, request: Request) -> list[int]:
+        """The blocks in the prefix cache that a waiting request can begin with: its last token has to be computed."""
+        if not (self.pool.caching and request.reads_cache):
+            return []
+        most = (request.tokens.size - 1) >> self._shift
+        return self.pool.find(request.name_blocks(most, request.tokens, self.block_size)[:most])
+
+    def name_full(self, rows: Rows, ends: Int32) -> None:
+        """Let the blocks of `rows` that are full at `ends`, none of which is past a row's known tokens, be found."""
+        if not self.pool.caching:
+            return
+        full = ends >> self._shift
+        for place in np.flatnonzero(full > self._batch.num_named[rows]).tolist():
+            self._name(int(rows[place]), int(full[place]))
+
+    def _name(self, row: int, full: int) -> None:
+        batch = self._batch
+        names = batch.request(row).name_blocks(full, batch.tokens[row], self.block_size)
+        begin = int(batch.num_named[row])
+        for block, name in zip(batch.blocks[row, begin:full].tolist(), names[begin:full], strict=True):
+            self.pool.name(block, name)
+        batch.num_named[row] = full
+
+    def release(self, row: int, computed: int | None = None) -> None:
+        """Take a row's blocks back. Of those that are not full at `computed`, where given, none can be found again."""
+        blocks = self._batch.blocks_of(row)
+        if computed is not None:
+            for block in blocks[computed >> self._shift : int(self._batch.num_named[row])]:
+                self.pool.forget(block)
+        self.pool.release(blocks)

@@ -1,0 +1,434 @@
+"""The scheduler of our own: exact where it repeats vLLM's decisions (docs/scheduler.md), cheap where nothing changes.
+
+The parts: requests that wait (`ranks.waiting`) get rows (`ranks.batch`) and KV blocks (`ranks.block_pool`, by way of
+`ranks.kv_cache`) when a step is planned (`ranks.planning`). Here they are put together, and steps come back.
+
+In steady decode a step touches arrays by row and no request; requests are looked at when they come, enter a row, leave
+it, end, or fill a block.
+"""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bus.config import Config
+from bus.counters import Counters
+from bus.messages import (
+    EMPTY,
+    AddRequest,
+    AppendInput,
+    FinishReason,
+    Ints,
+    KvPool,
+    Logprobs,
+    NewRow,
+    PartialSchedule,
+    PauseState,
+    RequestEnded,
+    RequestStarted,
+    ResumeRow,
+    StepResult,
+)
+from bus.prefix import block_hashes, split_hashes
+from bus.wire import pack_ints, unpack_ints
+from ranks.batch import NONE, Batch, Rows
+from ranks.block_pool import BlockPool
+from ranks.checks import Checks
+from ranks.kv_cache import KvCache
+from ranks.outbox import by_id
+from ranks.output import outputs
+from ranks.planning import Planner, Step
+from ranks.rendering import render
+from ranks.request import Int32, Request, new_request
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from ranks.statistics import Statistics
+from ranks.waiting import Waiting
+
+NOT_A_NUMBER = -2
+"""In results: the logits of this row were not numbers."""
+
+
+class NativeScheduler:
+    """One rank's `ranks.scheduler.Scheduler`."""
+
+    def __init__(self, config: Config, pool: KvPool, counters: Counters) -> None:
+        self._config = config
+        self._pool = pool
+        self._checks = Checks(pool)
+        max_len = self._checks.max_len
+        self._blocks = BlockPool(pool.num_blocks, config.enable_prefix_caching)
+        self._batch = Batch(config.max_num_seqs, max_len, -(-max_len // pool.block_size))
+        self._kv = KvCache(self._batch, self._blocks, pool.block_size)
+        self._waiting = Waiting(by_priority=config.policy == "priority")
+        self._statistics = Statistics(counters)
+        self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._statistics)
+        self._steps: deque[Step] = deque()
+        self._num_added = 0
+        self._by_key: dict[tuple[int, int], Request] = {}
+        self._by_name: dict[str, Request] = {}
+        self._untold: list[Request] = []
+        """Requests that have ended since the last schedule."""
+        self._rendered: list[Request] = []
+        """The requests of the step rendered last, in its order."""
+
+    # Requests
+
+    def add(self, frontend: int, request: AddRequest, now: float) -> None:
+        self._checks.check(request)
+        if request.resumable:
+            raise Refused("sessions are only available with scheduler = vllm; leave resumable out")
+        if request.sampling.grammar is not None:
+            raise Refused("grammars are only available in single-step mode with scheduler = vllm")
+        name = request.request_id
+        if name in self._by_name:
+            name = f"{name}@{frontend}/{request.handle}"
+        entry = new_request(
+            frontend,
+            request,
+            name=name,
+            number=self._num_added,
+            now=now,
+            max_len=self._checks.max_len,
+            block_size=self._pool.block_size,
+        )
+        self._num_added += 1
+        self._by_key[frontend, request.handle] = self._by_name[name] = entry
+        self._waiting.add(entry)
+
+    def has(self, frontend: int, handle: int) -> bool:
+        return (frontend, handle) in self._by_key
+
+    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
+        request = self._by_key.get((frontend, turn.handle))
+        if request is None:
+            raise Refused("the session is not known: it has ended, or was never opened")
+        raise Refused(f"request {request.request_id} is no session; open it with resumable to append to it")
+
+    def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
+        if handles is None:
+            return self._finish([request for request in self._by_key.values() if request.frontend == frontend], reason)
+        keys = dict.fromkeys((frontend, handle) for handle in unpack_ints(handles).tolist())
+        return self._finish([self._by_key[key] for key in keys if key in self._by_key], reason)
+
+    def finish_ids(
+        self, request_ids: list[str] | None, reason: FinishReason, code: str = "", message: str = ""
+    ) -> list[Ended]:
+        wanted = None if request_ids is None else frozenset(request_ids)
+        requests = [item for item in self._by_key.values() if wanted is None or item.request_id in wanted]
+        return self._finish(requests, reason, code, message)
+
+    def _finish(self, requests: list[Request], reason: FinishReason, code: str = "", message: str = "") -> list[Ended]:
+        rows = [request.row for request in requests if request.row != NONE]
+        for request in requests:
+            if request.row == NONE:
+                self._waiting.remove(request)
+        ended = [self._forget(request, reason, code=code, message=message) for request in requests]
+        self._leave(rows)
+        return ended
+
+    def _forget(
+        self, request: Request, reason: FinishReason, stop_reason: int | None = None, code: str = "", message: str = ""
+    ) -> Ended:
+        del self._by_key[request.frontend, request.handle], self._by_name[request.name]
+        self._untold.append(request)
+        ended = RequestEnded(handle=request.handle, reason=reason, stop_reason=stop_reason, code=code, message=message)
+        return Ended(request.frontend, request.request_id, ended)
+
+    def _leave(self, rows: list[int]) -> None:
+        """Give back the rows and blocks of requests that have ended."""
+        if rows:
+            for row in rows:
+                self._kv.release(row)
+                self._planner.drafts.pop(row, None)
+            self._batch.leave(rows)
+
+    # Steps
+
+    def schedule(self, step: int, now: float) -> PartialSchedule | None:
+        plan = self._plan(step, now)
+        while plan.rows.size == 0 and plan.preempted:
+            plan = self._plan(step, now)  # the first that ran gave way to others, which nothing keeps from running now
+        if plan.rows.size == 0:
+            return None
+        self._steps.append(plan)
+        batch = self._batch
+        new = []
+        resumed = []
+        for request, cached in plan.entered:
+            blocks = pack_ints(batch.blocks_of(request.row))
+            if request.num_preemptions or request.tokens.size > request.num_prompt:
+                resumed.append(_resume_row(request, blocks, cached))
+            else:
+                new.append(_new_row(request, blocks, cached))
+        return PartialSchedule(
+            step=step,
+            rows=pack_ints(plan.rows),
+            num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
+            block_rows=pack_ints(plan.block_rows),
+            block_ids=pack_ints(plan.block_ids),
+            new=new,
+            resumed=resumed,
+            more=self._planner.expects_more(),
+        )
+
+    def _plan(self, number: int, now: float) -> Step:
+        self._untold.clear()
+        plan = self._planner.plan(number)
+        for request, cached in plan.entered:
+            if not request.has_run:
+                request.has_run = True
+                self._statistics.started(request.num_prompt, cached)
+                queued = max(now - request.added_at, 0.0)
+                started = RequestStarted(handle=request.handle, queued_s=queued, cached_tokens=cached)
+                plan.started.append((request, started))
+        if plan.rows.size:
+            self._statistics.scheduled(plan.num_tokens)
+        return plan
+
+    def update(self, result: StepResult) -> StepOutputs:
+        step = self._steps[0]
+        tokens = unpack_ints(result.tokens)
+        self._check(step, tokens)
+        return self._take(tokens[:, None], tokens >= 0, tokens == NOT_A_NUMBER, result.logprobs)
+
+    def _check(self, step: Step, tokens: Int32) -> None:
+        if tokens.size != step.rows.size:
+            raise BrokenResult(f"it has {tokens.size} tokens for {step.rows.size} rows")
+        drawn = (tokens >= 0) & (tokens < self._pool.vocab_size)
+        fitting = np.where(step.samples, drawn, tokens == NONE) | (tokens == NOT_A_NUMBER)
+        if not fitting.all():
+            place = int(fitting.argmin())
+            what = "samples" if step.samples[place] else "does not sample"
+            raise BrokenResult(f"row {step.rows[place]}, which {what}, has token {tokens[place]}")
+
+    def _take(
+        self, table: Int32, lengths: npt.NDArray[Any], broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
+    ) -> StepOutputs:
+        """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest]."""
+        step = self._steps.popleft()
+        batch = self._batch
+        batch.complete(step.number)
+        rows = step.rows
+        batch.unseen[rows] -= step.samples
+        started = [(request.frontend, told) for request, told in step.started if self._is_alive(request)]
+        ended = self._end_broken(rows[broken & batch.held[rows]]) if broken.any() else []
+        held = batch.held[rows]
+        places = np.flatnonzero(held & (lengths > 0))
+        delivered = np.zeros(rows.size, np.int32)
+        over: list[int] = []
+        for row, drafts in step.drafts.items():
+            self._judge(row, drafts, int(lengths[rows == row][0]))
+        for column in range(table.shape[1]):
+            going, drawn = rows[places], table[places, column]
+            position = batch.known[going]
+            batch.tokens[going, position] = drawn
+            batch.known[going] = position + 1
+            delivered[places] += 1
+            stopped = (drawn[:, None] == batch.stops[going]).any(axis=1) | (position + 1 >= batch.limit[going])
+            if stopped.any():
+                over += places[stopped].tolist()
+                places = places[~stopped]
+            if column + 1 < table.shape[1]:
+                places = places[lengths[places] > column + 1]
+        if self._config.async_depth > 1:
+            going = rows[delivered > 0]
+            self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
+        left = rows[sorted(over)].tolist()
+        told = np.flatnonzero(delivered)
+        ended += [self._end(row) for row in left]
+        self._leave(left)
+        self._statistics.generated(int(delivered.sum()), int(np.sum(lengths)) - int(delivered.sum()))
+        tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
+        own = self._own_logprobs(step, delivered, held, logprobs)
+        return self._tell(step.number, rows[told], tokens, delivered[told], started, ended, own)
+
+    def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
+        """A row with drafts has `num_tokens` tokens: all but the last are drafts that were right."""
+        if self._batch.held[row] and num_tokens:
+            self._batch.computed[row] -= len(drafts) + 1 - num_tokens
+            self._statistics.drafted(len(drafts), num_tokens - 1)
+
+    def _end_broken(self, rows: npt.NDArray[np.intp]) -> list[Ended]:
+        requests = [self._batch.request(row) for row in rows.tolist()]
+        for _ in requests:
+            self._statistics.not_a_number()
+        return self._finish(requests, "error", "nan", "the model produced NaN logits")
+
+    def _end(self, row: int) -> Ended:
+        """A row's last token is the last of its request."""
+        batch = self._batch
+        token = int(batch.tokens[row, batch.known[row] - 1])
+        request = batch.request(row)
+        if token == request.sampling.eos_token_id:
+            return self._forget(request, "stop")
+        if token in request.sampling.stop_token_ids:
+            return self._forget(request, "stop", token)
+        return self._forget(request, "length")
+
+    def _own_logprobs(
+        self, step: Step, delivered: Int32, held: npt.NDArray[np.bool_], logprobs: list[Logprobs]
+    ) -> list[tuple[int, Logprobs]]:
+        """Those of requests that get tokens or are not that far yet, with the frontend they go to."""
+        batch = self._batch
+        own = []
+        for item in logprobs:
+            place = np.flatnonzero(step.rows == item.owner)
+            if place.size and (delivered[place[0]] or (held[place[0]] and not step.samples[place[0]])):
+                handle = int(batch.handle[item.owner])
+                own.append((int(batch.frontend[item.owner]), msgspec.structs.replace(item, owner=handle)))
+        return own
+
+    def _tell(
+        self,
+        number: int,
+        rows: Rows,
+        tokens: Int32,
+        counts: Int32,
+        started: list[tuple[int, RequestStarted]],
+        ended: list[Ended],
+        logprobs: list[tuple[int, Logprobs]],
+    ) -> StepOutputs:
+        """What frontends are told: `rows` got `tokens`, so many each as `counts` says."""
+        frontends, handles = self._batch.frontend[rows], self._batch.handle[rows]
+        several = counts if tokens.size > rows.size else None
+        return outputs(number, frontends, handles, tokens, several, started, ended, logprobs)
+
+    def _is_alive(self, request: Request) -> bool:
+        return self._by_key.get((request.frontend, request.handle)) is request
+
+    def set_pause(self, state: PauseState) -> None:
+        self._planner.pause_state = state
+
+    # Single-step mode
+
+    def render(self, step: int, now: float) -> dict[str, Any]:
+        finished = list(self._untold)
+        plan = self._plan(step, now)
+        self._steps.append(plan)
+        before = frozenset(request.number for request in self._rendered)
+        self._rendered = [self._batch.request(row) for row in plan.rows.tolist()]
+        return render(plan, self._batch, before, finished)
+
+    def update_by_id(self, sampled: dict[str, list[int]]) -> tuple[StepOutputs, dict[str, Any]]:
+        step = self._steps[0]
+        names = [request.name for request in self._rendered]
+        for name in sampled:
+            if name not in names:
+                raise Refused(f"request {name} is not in the schedule that is held")
+        for name, row, samples in zip(names, step.rows.tolist(), step.samples.tolist(), strict=True):
+            most = 1 + len(step.drafts.get(row, ())) if samples else 0
+            self._check_sampled(name, sampled.get(name, []), most if name in self._by_name else None)
+        drawn = [sampled.get(name, []) for name in names]
+        lengths = np.array([len(tokens) for tokens in drawn], np.int32)
+        table = np.full((len(drawn), max(1, int(lengths.max(initial=0)))), NONE, np.int32)
+        for line, tokens in zip(table, drawn, strict=True):
+            line[: len(tokens)] = tokens
+        given = self._take(table, lengths, np.zeros(len(drawn), np.bool_), [])
+        return given, by_id(given, {(request.frontend, request.handle): request.name for request in self._rendered})
+
+    def _check_sampled(self, name: str, tokens: list[int], most: int | None) -> None:
+        """Look at the tokens of a request that may have `most` of them; None if it has ended and it does not matter."""
+        if most is not None and not min(most, 1) <= len(tokens) <= most:
+            raise Refused(
+                f"request {name} has {len(tokens)} sampled tokens; in this schedule it must have "
+                + ("none: its prompt is not complete" if most == 0 else f"from 1 to {most}")
+            )
+        if any(not 0 <= token < self._pool.vocab_size for token in tokens):
+            raise Refused(f"request {name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
+
+    def bitmask(self) -> tuple[list[str], list[bytes]] | None:
+        return None
+
+    def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
+        taken = []
+        for name, tokens in drafts.items():
+            request = self._by_name.get(name)
+            if request is None or request.row == NONE:
+                continue
+            self._planner.drafts.pop(request.row, None)
+            if tokens and not self._batch.prefilling[request.row]:
+                self._planner.drafts[request.row] = list(tokens)
+                taken.append(name)
+        return taken
+
+    # Probes
+
+    def load(self) -> LoadFigures:
+        batch = self._batch
+        rows = batch.running
+        lengths = batch.known[rows]
+        prefill = int(((lengths - batch.computed[rows]) * batch.prefilling[rows]).sum())
+        return LoadFigures(
+            running=rows.size,
+            waiting=len(self._waiting),
+            pending_prefill_tokens=self._waiting.num_tokens + prefill,
+            min_remaining_output=int((batch.limit[rows] - lengths).min()) if rows.size else None,
+            used_blocks=self._blocks.num_blocks - self._blocks.num_free,
+            num_blocks=self._blocks.num_blocks,
+        )
+
+    def token_count(self) -> int:
+        return self._waiting.num_tokens + int(self._batch.known[self._batch.running].sum())
+
+    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+        size = self._pool.block_size
+        names = split_hashes(block_hashes(prompt, size, cache_salt))[: max(prompt.nbytes // 4 - 1, 0) // size]
+        return len(self._blocks.find(names)) * size
+
+    def unfinished(self) -> int:
+        return len(self._by_key)
+
+    def request_counts(self) -> tuple[int, int]:
+        return self._batch.running.size, len(self._waiting)
+
+    def has_finished(self) -> bool:
+        return self._batch.num_leaving > 0 or bool(self._untold)
+
+    def stats(self) -> dict[str, Any] | None:
+        if not self._config.log_stats:
+            return None
+        usage = 1 - self._blocks.num_free / self._blocks.num_blocks
+        return self._statistics.report(*self.request_counts(), usage)
+
+    # Caches
+
+    def reset_prefix_cache(self, reset_running: bool) -> bool:
+        if reset_running:
+            for row in self._batch.running[::-1].tolist():
+                self._planner.preempt(row)
+        return self._blocks.clear()
+
+    def reset_encoder_cache(self) -> bool:
+        return True
+
+    def take_kv_changes(self) -> KvChanges:
+        return self._blocks.take_changes()
+
+    def kv_snapshot(self) -> bytes:
+        return self._blocks.names()
+
+
+def _new_row(request: Request, blocks: Ints, cached: int) -> NewRow:
+    return NewRow(
+        row=request.row,
+        request_id=request.request_id,
+        prompt_token_ids=pack_ints(request.tokens),
+        block_ids=blocks,
+        sampling=request.sampling,
+        num_computed_tokens=cached,
+    )
+
+
+def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
+    return ResumeRow(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=pack_ints(request.tokens),
+        num_output_tokens=request.tokens.size - request.num_prompt,
+        block_ids=blocks,
+        sampling=request.sampling,
+        num_computed_tokens=cached,
+    )

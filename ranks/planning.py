@@ -1,0 +1,237 @@
+"""What runs in a step: first those that run already, then those that wait, as far as tokens, rows and blocks go.
+
+Each request has a number of tokens that are computed and a number that are known (or being drawn); a step brings the
+first closer to the second. There is no other difference between prefill, its chunks, and decode.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.config import Config
+from bus.messages import PauseState, RequestStarted
+from ranks.batch import Batch, Rows
+from ranks.kv_cache import KvCache
+from ranks.request import Int32, Request
+from ranks.statistics import Statistics
+from ranks.waiting import Waiting
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step does, and, while it is in flight, what is needed when it comes back.
+
+    `rows` [n] run `counts` [n] tokens each, those where `samples` [n] is true draw one. `block_ids` [m] were given to
+    `block_rows` [m] that ran before. `entered` has those that got a row in this step, with the length of what they
+    found in the prefix cache. `drafts` has the draft tokens at the end of a row's count.
+    """
+
+    number: int
+    rows: Rows
+    counts: Int32
+    samples: npt.NDArray[np.bool_]
+    block_rows: Rows
+    block_ids: list[int]
+    entered: list[tuple[Request, int]]
+    preempted: list[Request]
+    drafts: dict[int, list[int]]
+    started: list[tuple[Request, RequestStarted]] = field(default_factory=list)
+    """What is to be told of requests with the step's result, if they have not ended by then."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in it."""
+        return int(self.counts.sum())
+
+
+class Planner:
+    """Moves requests between the batch and those that wait, and makes steps of the batch."""
+
+    def __init__(
+        self, config: Config, max_len: int, batch: Batch, waiting: Waiting, kv: KvCache, statistics: Statistics
+    ) -> None:
+        self._config = config
+        self._max_len = max_len
+        self._batch = batch
+        self._waiting = waiting
+        self._kv = kv
+        self._statistics = statistics
+        self._planned = np.zeros(config.max_num_seqs, np.int32)
+        """Tokens of each row in the step being made."""
+        self._block_rows: list[Rows] = []
+        self._block_ids: list[int] = []
+        self._preempted: list[Request] = []
+        """Since the last step was made."""
+        self._entered: list[tuple[Request, int]] = []
+        self.pause_state: PauseState = "unpaused"
+        self.drafts: dict[int, list[int]] = {}
+        """Draft tokens by row, for the next step it is in."""
+
+    def plan(self, number: int) -> Step:
+        """Make the step with this number; it may be empty."""
+        batch = self._batch
+        self._block_rows, self._block_ids, self._entered = [], [], []
+        num_preempted = len(self._preempted)
+        budget = 0 if self.pause_state == "paused_all" else self._config.max_num_batched_tokens
+        longest = self._config.long_prefill_token_threshold
+        if longest == 0 or batch.running.size + len(self._waiting) == 1:
+            longest = budget
+        self._planned[batch.running] = 0
+        budget = self._run_on(budget, longest)
+        if self.pause_state == "unpaused" and len(self._preempted) == num_preempted:
+            self._admit(budget, longest)
+        return self._close(number)
+
+    def expects_more(self) -> bool:
+        """Whether anything is left to run after the steps in flight, unless a stop token ends it."""
+        batch = self._batch
+        rows = batch.running
+        return len(self._waiting) > 0 or bool((batch.known[rows] + batch.unseen[rows] < batch.limit[rows]).any())
+
+    # Those that run already
+
+    def _run_on(self, budget: int, longest: int) -> int:
+        """Plan tokens for the running rows, preempting the last of them where blocks run out; returns what is left."""
+        batch, pool = self._batch, self._kv.pool
+        first = 0
+        while first < batch.running.size and budget > 0:
+            rows = batch.running[first:]
+            counts = self._counts(rows, budget, longest)
+            ends = batch.computed[rows] + counts
+            lacking = self._kv.lacking(rows, ends)
+            fit = rows.size
+            if lacking.sum() > pool.num_free:
+                fit = int(np.searchsorted(np.cumsum(lacking), pool.num_free, side="right"))
+            self._give(rows[:fit], counts[:fit], ends[:fit], lacking[:fit])
+            budget -= int(counts[:fit].sum())
+            first += fit
+            if fit < rows.size:
+                row = int(rows[fit])
+                budget += self._make_room(row, int(lacking[fit]))
+                if not batch.held[row]:
+                    break
+                place = slice(fit, fit + 1)
+                self._give(rows[place], counts[place], ends[place], lacking[place])
+                budget -= int(counts[fit])
+                first = int(np.flatnonzero(batch.running == row)[0]) + 1
+        return budget
+
+    def _counts(self, rows: Rows, budget: int, longest: int) -> Int32:
+        """How many tokens each row could run, were there blocks enough."""
+        batch = self._batch
+        computed = batch.computed[rows]
+        coming = batch.known[rows] + batch.unseen[rows]
+        counts: Int32 = (coming - computed) * (coming < batch.limit[rows])
+        if self.drafts:
+            counts += np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
+            np.minimum(counts, self._max_len - 1 - computed, out=counts)
+        np.minimum(counts, longest, out=counts)
+        if counts.sum() > budget:
+            np.clip(budget - (np.cumsum(counts, dtype=np.int32) - counts), 0, counts, out=counts)
+        return counts
+
+    def _give(self, rows: Rows, counts: Int32, ends: Int32, lacking: Int32) -> None:
+        """Plan `counts` tokens for `rows`, with the blocks they lack."""
+        self._planned[rows] = counts
+        if lacking.any():
+            block_rows, block_ids = self._kv.grow(rows, lacking)
+            self._block_rows.append(block_rows)
+            self._block_ids += block_ids
+        self._kv.name_full(rows, np.minimum(ends, self._batch.known[rows]))
+
+    def _make_room(self, row: int, lacking: int) -> int:
+        """Preempt until `lacking` blocks are free or `row` itself is gone; returns the tokens the others had."""
+        restored = 0
+        while self._kv.pool.num_free < lacking and self._batch.held[row]:
+            victim = self._victim()
+            restored += int(self._planned[victim])
+            self._planned[victim] = 0
+            self.preempt(victim)
+        return restored
+
+    def _victim(self) -> int:
+        """The row to preempt: the last that came, or the last by (priority, arrival time)."""
+        running = self._batch.running
+        if self._config.policy == "fcfs":
+            return int(running[-1])
+        return max(running.tolist(), key=self._place)
+
+    def _place(self, row: int) -> tuple[int, float, int]:
+        request = self._batch.request(row)
+        return request.priority, request.arrival_time, request.number
+
+    def preempt(self, row: int) -> None:
+        """Send a running request back to those that wait; its KV is lost but for what the prefix cache keeps."""
+        batch = self._batch
+        request = batch.request(row)
+        self._kv.release(row, computed=int(batch.computed[row]))
+        request.tokens = batch.tokens_of(row).copy()
+        request.num_preemptions += 1
+        self.drafts.pop(row, None)
+        batch.leave([row])
+        self._waiting.add_first(request)
+        self._preempted.append(request)
+        self._statistics.preempted()
+
+    # Those that wait
+
+    def _admit(self, budget: int, longest: int) -> None:
+        """Give rows to those that wait, in their order, up to the first for which something does not suffice."""
+        batch, pool = self._batch, self._kv.pool
+        rows = []
+        while budget > 0 and batch.num_free and (request := self._waiting.first()) is not None:
+            size = request.tokens.size
+            found = self._kv.find(request)
+            cached = len(found) * self._kv.block_size
+            if self._kv.blocks_for(size) - len(found) + pool.count_free(found) > pool.num_free:
+                break
+            count = min(size - cached, longest, budget)
+            pool.share(found)
+            blocks = found + pool.take(self._kv.blocks_for(cached + count) - len(found))
+            self._waiting.remove(request)
+            row = batch.enter(request, blocks, cached, len(found))
+            self._planned[row] = count
+            self._kv.name_full(np.array([row]), np.array([cached + count], np.int32))
+            self._statistics.looked_up(request, cached)
+            self._entered.append((request, cached))
+            rows.append(row)
+            budget -= count
+        if rows:
+            batch.running = np.concatenate([batch.running, np.array(rows, np.intp)])
+
+    # The step
+
+    def _close(self, number: int) -> Step:
+        batch = self._batch
+        rows = batch.running
+        counts = self._planned[rows]
+        if not counts.all():
+            rows = rows[counts > 0]
+            counts = self._planned[rows]
+        block_rows = np.concatenate(self._block_rows) if self._block_rows else np.empty(0, np.intp)
+        block_ids = self._block_ids
+        if self._preempted:
+            kept = batch.held[block_rows]
+            block_rows = block_rows[kept]
+            block_ids = [block for block, keep in zip(block_ids, kept.tolist(), strict=True) if keep]
+        drafts = self._take_drafts(rows, counts) if self.drafts else {}
+        coming = batch.known[rows] + batch.unseen[rows]
+        computed = batch.computed[rows] + counts
+        samples = computed >= coming
+        batch.computed[rows] = computed
+        batch.unseen[rows] += samples
+        batch.prefilling[rows] = ~samples
+        batch.use(rows, number)
+        preempted, self._preempted = self._preempted, []
+        return Step(number, rows, counts, samples, block_rows, block_ids, self._entered, preempted, drafts)
+
+    def _take_drafts(self, rows: Rows, counts: Int32) -> dict[int, list[int]]:
+        """The drafts that the counts of this step have room for; the others of these rows are void."""
+        taken = {}
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            drafts = self.drafts.pop(row, None)
+            room = int(self._batch.computed[row]) + count - int(self._batch.known[row])
+            if drafts and room > 0:
+                taken[row] = drafts[:room]
+        return taken

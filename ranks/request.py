@@ -1,0 +1,86 @@
+"""A request as the native scheduler knows it, apart from what changes at every step (see `ranks.batch`)."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.messages import AddRequest, Sampling
+from bus.prefix import chain_hash, root_hash, split_hashes
+from bus.wire import unpack_ints
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. `number` counts requests in the order in which they came; `limit` is its length at the end.
+    `name` is its id in single-step mode: the request's own, made unique.
+
+    `tokens` (int32) is all there is of it, prompt first, while it has no row; in a row they are the row's.
+    `names` are those of its full blocks, as far as they have been needed; the first hangs on `root`.
+    """
+
+    frontend: int
+    handle: int
+    request_id: str
+    name: str
+    number: int
+    sampling: Sampling
+    priority: int
+    arrival_time: float
+    added_at: float
+    num_prompt: int
+    limit: int
+    tokens: Int32
+    root: bytes
+    names: list[bytes] = field(default_factory=list)
+    row: int = -1
+    grammar_pending: bool = False
+    """It waits for its grammar to be compiled, and keeps its place among those that wait."""
+    place: tuple[float, ...] = ()
+    """What it is ordered by among those that wait (see `ranks.waiting`)."""
+    has_run: bool = False
+    num_preemptions: int = 0
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may take blocks from the prefix cache: log-probabilities of a prompt need all of it computed."""
+        return self.sampling.prompt_logprobs is None
+
+    def name_blocks(self, count: int, tokens: Int32, block_size: int) -> list[bytes]:
+        """Its `names`, at least `count` of them; `tokens` is the request from its first token on."""
+        done = len(self.names)
+        if done < count:
+            data = tokens[done * block_size : count * block_size].tobytes()
+            parent = self.names[-1] if done else self.root
+            size = 4 * block_size
+            for begin in range(0, len(data), size):
+                parent = chain_hash(parent, data[begin : begin + size])
+                self.names.append(parent)
+        return self.names
+
+
+def new_request(
+    frontend: int, message: AddRequest, *, name: str, number: int, now: float, max_len: int, block_size: int
+) -> Request:
+    """The request that `message` asks for; it ends at `max_len` tokens at the latest."""
+    prompt = unpack_ints(message.prompt_token_ids)
+    tokens = np.concatenate([prompt, unpack_ints(message.output_token_ids)])
+    names = split_hashes(message.block_hashes)
+    return Request(
+        frontend=frontend,
+        handle=message.handle,
+        request_id=message.request_id,
+        name=name,
+        number=number,
+        sampling=message.sampling,
+        priority=message.priority,
+        arrival_time=message.arrival_time,
+        added_at=now,
+        num_prompt=prompt.size,
+        limit=min(prompt.size + message.sampling.max_tokens, max_len),
+        tokens=tokens,
+        root=root_hash(message.cache_salt),
+        names=names if len(names) == prompt.size // block_size else [],
+    )

@@ -1,0 +1,86 @@
+"""What a rank's scheduler counts: totals for metrics, and what `MakeStats` answers with, under vLLM's names."""
+
+from typing import Any
+
+from bus.counters import Counters
+from ranks.request import Request
+
+
+class Statistics:
+    """Counts since the last report. Totals go to the process's counters as well."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._clear()
+
+    def _clear(self) -> None:
+        self._fresh = [0, 0, 0]
+        self._again = [0, 0, 0]
+        self._drafts = [0, 0, 0]
+        self._preemptions = 0
+
+    def scheduled(self, num_tokens: int) -> None:
+        """A step was made."""
+        self._counters.add("scheduler_steps")
+        self._counters.add("scheduler_scheduled_tokens", num_tokens)
+
+    def started(self, num_prompt: int, num_cached: int) -> None:
+        """A request has got its first row."""
+        self._counters.add("scheduler_prompt_tokens", num_prompt)
+        self._counters.add("scheduler_cached_prompt_tokens", num_cached)
+
+    def looked_up(self, request: Request, num_cached: int) -> None:
+        """A request that enters a row has asked the prefix cache for all its tokens, and found `num_cached`."""
+        counts = self._again if request.num_preemptions else self._fresh
+        counts[0] += 1
+        counts[1] += request.tokens.size
+        counts[2] += num_cached
+
+    def preempted(self) -> None:
+        """A request has lost its row."""
+        self._counters.add("scheduler_preemptions")
+        self._preemptions += 1
+
+    def drafted(self, num_drafts: int, num_accepted: int) -> None:
+        """A row's drafts have been judged."""
+        self._drafts[0] += 1
+        self._drafts[1] += num_drafts
+        self._drafts[2] += num_accepted
+
+    def generated(self, num_delivered: int, num_dropped: int) -> None:
+        """A step's tokens have come; those dropped were for requests that had left their rows."""
+        self._counters.add("scheduler_generated_tokens", num_delivered)
+        self._counters.add("scheduler_dropped_tokens", num_dropped)
+
+    def not_a_number(self) -> None:
+        """A request's logits were not numbers."""
+        self._counters.add("scheduler_nan_requests")
+
+    def report(self, running: int, waiting: int, kv_usage: float) -> dict[str, Any]:
+        """Everything since the last report."""
+        requests, queries, hits = self._fresh
+        again_requests, again_queries, again_hits = self._again
+        num_drafts, num_draft_tokens, num_accepted_tokens = self._drafts
+        drafts = {
+            "num_drafts": num_drafts,
+            "num_draft_tokens": num_draft_tokens,
+            "num_accepted_tokens": num_accepted_tokens,
+        }
+        report = {
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "kv_cache_usage": kv_usage,
+            "num_preemptions": self._preemptions,
+            "prefix_cache_stats": {
+                "requests": requests,
+                "queries": queries,
+                "hits": hits,
+                "preempted_requests": again_requests,
+                "preempted_queries": again_queries,
+                "preempted_hits": again_hits,
+            },
+            "spec_decoding_stats": drafts if num_drafts else None,
+            "kv_connector_stats": None,
+        }
+        self._clear()
+        return report

@@ -1,0 +1,107 @@
+"""Journals for tests: events fed to a core as the shell does it, with a recorder listening."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus.config import Config
+from bus.core import Core, Event, Received
+from bus.journal import recorder
+from bus.journal.blocks import Damaged, frame
+from bus.journal.reader import Journal, Record, find_one
+from bus.journal.records import ENCODER, Header, Turn, as_is
+from bus.journal.writer import Files, Limits
+from bus.journal.zstd import compressor
+from bus.links import Identity
+from bus.messages import Role
+
+INCARNATION = 1_700_000_000_000_000_000
+PLENTY = Limits(file_bytes=1 << 30, file_s=1e9, keep=1000)
+
+
+class Nothing(msgspec.Struct):
+    """The construction of a core that takes nothing."""
+
+
+def header(role: Role = "rank", index: int = 0) -> Header:
+    return Header(
+        role=role,
+        index=index,
+        incarnation=INCARNATION,
+        number=0,
+        monotonic=0.0,
+        wall=0.0,
+        config=msgspec.to_builtins(Config()),
+        code="test",
+        model="",
+        schema="",
+        redacted=False,
+        construction=msgspec.Raw(ENCODER.encode(Nothing())),
+    )
+
+
+def files(folder: Path, limits: Limits = PLENTY) -> Files:
+    return Files(folder, header(), limits, compressor())
+
+
+def turn(number: int) -> Turn:
+    """Something to record, of a size that depends on the number."""
+    reason = f"{number} " * (number % 7 * 9)
+    peer = recorder.Peer("step", "executor", number, 1)
+    return Turn(0.25 * number, 1e9 + number, 1e-4, "down", peer, msgspec.Raw(ENCODER.encode(reason)), [])
+
+
+def write(folder: Path, blocks: Iterable[Iterable[int]], limits: Limits = PLENTY) -> list[Path]:
+    """Write the turns with these numbers, each inner list in a block of its own; the files."""
+    out = files(folder, limits)
+    for block in blocks:
+        numbers = list(block)
+        datas = [ENCODER.encode(turn(number)) for number in numbers]
+        out.append(b"R", numbers[0], len(numbers), b"".join(frame(data) + data for data in datas))
+    out.close()
+    return sorted(folder.iterdir())
+
+
+def read(folder: Path) -> tuple[dict[int, Turn], list[Damaged]]:
+    """All that can be read, by number, and what is said of the rest."""
+    found = list(find_one([str(folder)]).records())
+    return (
+        {one.number: one.turn for one in found if isinstance(one, Record)},
+        [one for one in found if isinstance(one, Damaged)],
+    )
+
+
+class Recording:
+    """A core whose events and effects are journaled, without a shell."""
+
+    def __init__(
+        self,
+        folder: Path,
+        me: Identity,
+        core: Core,
+        construction: msgspec.Struct,
+        config: Config,
+        plain: Callable[[Any], Any] = as_is,
+    ) -> None:
+        self._config = msgspec.structs.replace(config, journal="on", journal_dir=str(folder))
+        recording = recorder.start(self._config, me, construction, plain)
+        assert recording is not None
+        self._recorder = recording
+        self._core = core
+
+    def handle(self, event: Event) -> list[Any]:
+        """Give the core an event, as the shell does."""
+        body = ENCODER.encode(event.message) if isinstance(event, Received) else b""
+        self._recorder.begin(event, body)
+        effects = list(self._core.handle(event))
+        for effect in effects:
+            self._recorder.effect(effect, None)
+        self._recorder.end()
+        return effects
+
+    def end(self) -> Journal:
+        """Write all; what was written."""
+        self._recorder.close()
+        return find_one([self._config.journal_dir])

@@ -48,6 +48,7 @@ EXTRA = {
     "priority",
     "repetition_penalty",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "stop_token_ids",
     "top_k",
     "use_beam_search",
@@ -148,10 +149,13 @@ def test_sampling_parameters_have_their_effect(api: Api) -> None:
 
 def test_logprobs_are_those_of_transformers(api: Api, reference: Reference) -> None:
     prompt = api.tokens(PROMPT)
-    choice = api.complete(prompt, logprobs=5, ignore_eos=True, return_token_ids=True).choices[0]
+    by_id = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # two tokens may be the same text
+    choice = api.complete(prompt, logprobs=5, ignore_eos=True, **by_id).choices[0]
     expected = reference.logprobs(prompt, choice.token_ids)
     for place, value in enumerate(choice.logprobs.token_logprobs):
         assert value == pytest.approx(float(expected[place, choice.token_ids[place]]), abs=1e-3)
+        for name, logprob in choice.logprobs.top_logprobs[place].items():
+            assert logprob == pytest.approx(float(expected[place, int(name.removeprefix("token_id:"))]), abs=1e-3)
         top = sorted(choice.logprobs.top_logprobs[place].values(), reverse=True)
         best = sorted(expected[place].tolist(), reverse=True)
         assert top[:5] == pytest.approx(best[:5], abs=1e-3)

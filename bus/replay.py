@@ -4,6 +4,7 @@ A role's own package says how its core is built and which values its threads pos
 """
 
 import typing
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,10 +13,13 @@ import numpy as np
 from bus.buses import BUSES
 from bus.config import Config
 from bus.core import Core, Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Tick
+from bus.journal.blocks import Damaged
 from bus.journal.items import Item, items
-from bus.journal.reader import JournalError
+from bus.journal.reader import Journal, JournalError
 from bus.journal.records import ENCODER, EffectRecord, Header, Plain, Turn, as_is, effect_parts
-from bus.messages import Role
+from bus.journal.redaction import TRUE_NAMES
+from bus.messages import KvEvents, Role
+from bus.prefix import split_hashes
 
 Kind = TypeVar("Kind")
 
@@ -44,10 +48,13 @@ class Difference(NamedTuple):
 class Replay:
     """Replays one journal, record by record."""
 
-    def __init__(self, header: Header, subject: Subject) -> None:
+    def __init__(self, header: Header, subject: Subject, names: Mapping[bytes, bytes] | None = None) -> None:
+        """`names` is what KV blocks in `KvEvents` of a redacted journal are called by the core; see `names_of`."""
         self.core = subject.core
         self._subject = subject
         self._events = EventReader(header.role, subject.posted)
+        self._value = _without_names if header.redacted else _value
+        self._names = names or {}
 
     def feed(self, turn: Turn) -> Difference | None:
         """Give the core the event of a record; the first difference in what it answers, if there is one.
@@ -56,23 +63,39 @@ class Replay:
             Exception: what the core raised, if it did not end the recorded process as well.
         """
         event = self._events.event(turn)
+        if self._names and isinstance(event, Received) and isinstance(event.message, KvEvents):
+            event = event._replace(message=self._renamed(event.message))
         try:
             effects = [effect_parts(effect, None, self._subject.plain) for effect in self.core.handle(event)]
         except Exception as error:
             if turn.raised == f"{type(error).__name__}: {error}":
                 return None
             raise
+        if turn.raised:
+            del effects[len(turn.effects) :]  # performing the next one ended the process
         replayed = [EffectRecord(subject, msgspec.Raw(ENCODER.encode(data))) for subject, data in effects]
-        if len(replayed) == len(turn.effects) and all(map(_equal, turn.effects, replayed)):
+        if len(replayed) == len(turn.effects) and all(map(self._equal, turn.effects, replayed)):
             return None
         return self._difference(turn, replayed)
+
+    def _equal(self, recorded: EffectRecord, replayed: EffectRecord) -> bool:
+        if recorded.subject != replayed.subject:
+            return False
+        return bytes(recorded.data) == bytes(replayed.data) or self._value(recorded) == self._value(replayed)
 
     def _difference(self, turn: Turn, replayed: list[EffectRecord]) -> Difference:
         _, *before = items(turn)
         _, *now = items(msgspec.structs.replace(turn, effects=replayed))
         both = min(len(before), len(now))
-        place = next((place for place in range(both) if not _equal(turn.effects[place], replayed[place])), both)
+        place = next((place for place in range(both) if not self._equal(turn.effects[place], replayed[place])), both)
         return Difference(place, _at(before, place), _at(now, place))
+
+    def _renamed(self, events: KvEvents) -> KvEvents:
+        stored, removed = (
+            memoryview(b"".join(self._names.get(name, name) for name in split_hashes(names)))
+            for names in (events.stored, events.removed)
+        )
+        return msgspec.structs.replace(events, stored=stored, removed=removed)
 
 
 class EventReader:
@@ -109,6 +132,19 @@ class EventReader:
         return PeerDown(subject, msgspec.msgpack.decode(turn.data, type=str))
 
 
+def names_of(journal: Journal) -> dict[bytes, bytes]:
+    """For a redacted journal: the names of KV blocks in `KvEvents`, and those for the tokens that stand there."""
+    names: dict[bytes, bytes] = {}
+    for record in journal.records():
+        if isinstance(record, Damaged):
+            continue
+        for effect in record.turn.effects:
+            value = _value(effect)
+            if isinstance(value, dict) and TRUE_NAMES in value:
+                names.update(zip(split_hashes(value[TRUE_NAMES]), split_hashes(value["block_hashes"]), strict=True))
+    return names
+
+
 def config_of(header: Header) -> Config:
     """The configuration of the recorded process.
 
@@ -137,16 +173,19 @@ def _at(effects: list[Item], place: int) -> Item | None:
     return effects[place] if place < len(effects) else None
 
 
-def _equal(recorded: EffectRecord, replayed: EffectRecord) -> bool:
-    if recorded.subject != replayed.subject:
-        return False
-    before, now = bytes(recorded.data), bytes(replayed.data)
-    return before == now or _value(recorded) == _value(replayed)
-
-
 def _value(effect: EffectRecord) -> Any:
     value = msgspec.msgpack.decode(effect.data)
     return msgspec.msgpack.decode(value) if isinstance(effect.subject, Peer) else value
+
+
+def _without_names(effect: EffectRecord) -> Any:
+    """The value of an effect, names of KV blocks aside: in a redacted journal `KvEvents` has other ones."""
+    value = _value(effect)
+    if isinstance(value, dict):
+        value.pop(TRUE_NAMES, None)
+        if value.get("type") == "KvEvents":
+            value |= {key: len(value[key]) for key in ("stored", "removed") if key in value}
+    return value
 
 
 def _decode_array(kind: Any, value: Any) -> Any:

@@ -13,9 +13,9 @@ from bus.journal.items import Tracker, items, matches, step_of
 from bus.journal.reader import Journal, JournalError, Record, find_one
 from bus.journal.recorder import code_version
 from bus.journal.records import Header
-from bus.replay import Difference, Replay
+from bus.replay import Difference, Replay, names_of
 
-MODULES = {"frontend": "frontend.replay"}
+MODULES = {"frontend": "frontend.replay", "rank": "ranks.replay"}
 """Where each role has its function ``subject(header)``; imported only when it is replayed."""
 
 
@@ -74,7 +74,8 @@ def replay(journal: Journal, header: Header, stops: Stops = NOWHERE) -> Outcome:
     Raises:
         JournalError: its beginning is missing, or this code cannot replay it.
     """
-    run = Replay(header, importlib.import_module(MODULES[header.role]).subject(header))
+    subject = importlib.import_module(MODULES[header.role]).subject(header)
+    run = Replay(header, subject, names_of(journal) if header.redacted else None)
     tracker = Tracker()
     events = frames = 0
     for record in journal.records():

@@ -53,7 +53,7 @@ def run(config: Config, me: Identity) -> None:
         limits = _limits(config, facts)
         sock = _bind(config.host, config.port + me.index)
         bridge = Bridge()
-        bus = BusThread(config, me, limits, facts.fingerprint, bridge)
+        bus = BusThread(config, me, limits, facts, bridge)
         bus.start()
         _import_vllm(config)
         if _terminated.is_set():
@@ -69,12 +69,9 @@ def run(config: Config, me: Identity) -> None:
 
 
 class BusThread(threading.Thread):
-    """Runs the frontend's core and its sockets. When it ends by itself, it ends the process by SIGTERM.
+    """Runs the frontend's core and its sockets. When it ends by itself, it ends the process by SIGTERM."""
 
-    `model` is the fingerprint of what is served.
-    """
-
-    def __init__(self, config: Config, me: Identity, limits: ModelLimits, model: str, bridge: Bridge) -> None:
+    def __init__(self, config: Config, me: Identity, limits: ModelLimits, model: ModelFacts, bridge: Bridge) -> None:
         super().__init__(name="bus", daemon=True)
         construction = Construction(limits=limits, seed_key=secrets.token_bytes(32))
         recorder = journal.start(config, me, construction, model=model)

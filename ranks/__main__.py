@@ -3,12 +3,14 @@
 import signal
 import time
 
-from bus import process
+from bus import model_files, process
 from bus.config import Config, ConfigError
 from bus.counters import Counters
+from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
 from bus.shell import Shell
+from ranks.replay import Construction
 
 log = get_logger()
 
@@ -25,7 +27,9 @@ def run(config: Config, me: Identity) -> None:
 
     counters = Counters()
     build = load(config, counters)
-    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform)
+    model = model_files.read(model_files.resolve(config).folder) if config.journals("rank") else None
+    recorder = journal.start(config, me, Construction(), model=model)
+    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform, recorder)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
     shell.connect("step", config.step_endpoint())

@@ -16,6 +16,7 @@ from bus.journal.writer import Files, Limits
 from bus.journal.zstd import compressor
 from bus.links import Identity
 from bus.messages import Role
+from bus.model_files import ModelFacts, Rope
 
 INCARNATION = 1_700_000_000_000_000_000
 PLENTY = Limits(file_bytes=1 << 30, file_s=1e9, keep=1000)
@@ -23,6 +24,29 @@ PLENTY = Limits(file_bytes=1 << 30, file_s=1e9, keep=1000)
 
 class Nothing(msgspec.Struct):
     """The construction of a core that takes nothing."""
+
+
+def model(vocab_size: int) -> ModelFacts:
+    """Facts of a model of which a journal needs only the vocabulary."""
+    return ModelFacts(
+        folder=Path("/nowhere"),
+        architecture="none",
+        vocab_size=vocab_size,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        rms_norm_eps=1.0,
+        rope=Rope(1.0, "default"),
+        tie_word_embeddings=True,
+        max_positions=1,
+        eos_token_ids=(),
+        chat=False,
+        weight_files=(),
+        fingerprint="fingerprint",
+    )
 
 
 def header(role: Role = "rank", index: int = 0) -> Header:
@@ -84,9 +108,10 @@ class Recording:
         construction: msgspec.Struct,
         config: Config,
         plain: Callable[[Any], Any] = as_is,
+        model: ModelFacts | None = None,
     ) -> None:
         self._config = msgspec.structs.replace(config, journal="on", journal_dir=str(folder))
-        recording = recorder.start(self._config, me, construction, plain)
+        recording = recorder.start(self._config, me, construction, plain, model)
         assert recording is not None
         self._recorder = recording
         self._core = core

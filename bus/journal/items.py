@@ -7,10 +7,11 @@ import msgspec
 
 from bus.core import Peer, Tick
 from bus.journal.records import EventKind, Turn
+from bus.journal.redaction import NAMES, TRUE_NAMES
 from bus.wire import unpack_floats, unpack_ints
 
 FLOATS = frozenset({"values"})
-HASHES = frozenset({"block_hashes", "stored", "removed"})
+HASHES = NAMES | {TRUE_NAMES}
 HASH_HEX = 32
 """Characters of one block name (16 bytes) in hexadecimal."""
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from bus.core import Effect, Event, Peer
 from bus.counters import Counters
 from bus.journal import blocks
 from bus.journal.records import ENCODER, Header, Plain, as_is, effect_parts, event_parts
+from bus.journal.redaction import Redactor
 from bus.journal.writer import Batch, Files, Limits, Writer
 from bus.journal.zstd import ZstdError, compressor
 from bus.links import Identity
 from bus.log import get_logger
+from bus.model_files import ModelFacts
 
 log = get_logger()
 
@@ -88,17 +91,29 @@ def start(
     me: Identity,
     construction: msgspec.Struct,
     plain: Plain = as_is,
-    model: str = "",
+    model: ModelFacts | None = None,
 ) -> Recorder | None:
     """Begin this process's journal, or return None if the configuration wants none of its role.
 
-    `construction` is what the core is built from beside `config`, `model` the fingerprint of what is served.
+    `construction` is what the core is built from beside `config`, `model` what is served. Posted values and effects
+    that msgspec cannot encode are made `plain` first.
 
     Raises:
-        ConfigError: a journal is wanted, and there is nothing to compress it with.
+        ConfigError: a journal is wanted, and there is nothing to compress it with, or it is to be redacted and the
+            model is not known.
     """
     if not config.journals(me.role):
         return None
+    try:
+        compress = compressor()
+    except ZstdError as error:
+        raise ConfigError(f"journal: {error}") from None
+    redactor = None
+    if config.journal_redact:
+        if model is None:
+            raise ConfigError("journal_redact needs a model: its vocabulary is what is permuted")
+        redactor = Redactor(secrets.token_bytes(32), model.vocab_size, config.block_size)
+    built_from = msgspec.msgpack.decode(ENCODER.encode(construction))
     header = Header(
         role=me.role,
         index=me.index,
@@ -108,18 +123,15 @@ def start(
         wall=time.time(),
         config=msgspec.to_builtins(config),
         code=code_version(me.role),
-        model=model,
+        model=model.fingerprint if model else "",
         schema=SCHEMA,
         redacted=config.journal_redact,
-        construction=msgspec.Raw(ENCODER.encode(construction)),
+        construction=msgspec.Raw(ENCODER.encode(redactor.value(built_from) if redactor else built_from)),
     )
-    try:
-        compress = compressor()
-    except ZstdError as error:
-        raise ConfigError(f"journal: {error}") from None
     limits = Limits(config.journal_file_mb << 20, config.journal_file_minutes * 60.0, config.journal_keep)
     counters = Counters()
-    return Recorder(Writer(Files(config.journal_path, header, limits, compress), counters), counters, plain)
+    files = Files(config.journal_path, header, limits, compress)
+    return Recorder(Writer(files, counters, redactor.rework if redactor else None), counters, plain)
 
 
 def code_version(role: str) -> str:

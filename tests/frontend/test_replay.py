@@ -6,6 +6,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus import messages as m
@@ -18,13 +19,14 @@ from bus.journal.records import ENCODER
 from bus.journal.writer import Files
 from bus.journal.zstd import compressor
 from bus.links import Identity
+from bus.prefix import block_hashes
 from bus.replay_command import main, replay
 from bus.wire import pack_ints
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.replay import Construction, build
 from frontend.seam import AbortCall, AddCall, CommandCall, TextOutput
-from tests.journals import INCARNATION, PLENTY, Recording, turn
+from tests.journals import INCARNATION, PLENTY, Recording, model, turn
 
 CLIENTS = [Peer("client", "client", index, 70 + index) for index in range(3)]
 EXECUTOR = Peer("command", "executor", 0, 30)
@@ -42,6 +44,7 @@ class Traffic:
         self._random = random.Random(seed)
         self._core = core
         self._numbers = [0] * len(RANKS)
+        self._kv_numbers = [0] * len(RANKS)
         self._sequences = [0] * len(RANKS)
         self._running: list[dict[int, int]] = [{} for _ in RANKS]
         self._asked: list[tuple[Peer, int]] = []
@@ -57,7 +60,18 @@ class Traffic:
         self._feed(Received(EXECUTOR, status))
         for rank in range(len(RANKS)):
             self._load(rank)
-        kinds = (self._generate, self._add, self._text, self._outputs, self._load, self._abort, self._command)
+        for rank in range(len(RANKS)):
+            self._feed(Received(RANKS[rank], m.KvEvents(number=0, snapshot=True)))
+        kinds = (
+            self._generate,
+            self._add,
+            self._text,
+            self._outputs,
+            self._load,
+            self._cache,
+            self._abort,
+            self._command,
+        )
         for _ in range(events):
             self._now += self._random.random() / 50
             self._random.choice(kinds)(self._random.randrange(len(RANKS)))
@@ -119,6 +133,13 @@ class Traffic:
         message = m.Outputs(step=self._count, handles=pack_ints(handles), tokens=tokens, ended=ended, started=started)
         self._feed(Received(RANKS[rank], message))
 
+    def _cache(self, rank: int) -> None:
+        """A rank tells of blocks in its prefix cache: those of a prompt, and one with output that nobody asked for."""
+        self._kv_numbers[rank] += 1
+        prompt = pack_ints(self._prompt())
+        stored = block_hashes(prompt, 16) + self._random.randbytes(16)
+        self._feed(Received(RANKS[rank], m.KvEvents(number=self._kv_numbers[rank], stored=memoryview(stored))))
+
     def _load(self, rank: int) -> None:
         self._numbers[rank] += 1
         load = m.Load(
@@ -149,17 +170,19 @@ class Traffic:
         self._load(rank)
 
 
-def record(folder: Path, seed: int, events: int) -> Journal:
-    recording = Recording(
-        folder, Identity("frontend", 0, INCARNATION), build(0, CONFIG, CONSTRUCTION), CONSTRUCTION, CONFIG
-    )
+def record(folder: Path, seed: int, events: int, redact: bool = False) -> Journal:
+    config = msgspec.structs.replace(CONFIG, journal_redact=redact)
+    core = build(0, config, CONSTRUCTION)
+    me = Identity("frontend", 0, INCARNATION)
+    recording = Recording(folder, me, core, CONSTRUCTION, config, model=model(CONSTRUCTION.limits.vocab_size))
     Traffic(seed, recording).run(events)
     return recording.end()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_replays_without_a_difference(tmp_path: Path, seed: int) -> None:
-    journal = record(tmp_path, seed, 400)
+@pytest.mark.parametrize("redact", [False, True])
+def test_replays_without_a_difference(tmp_path: Path, seed: int, redact: bool) -> None:
+    journal = record(tmp_path, seed, 400, redact)
     outcome = replay(journal, journal.header())
     assert outcome.difference is None
     assert outcome.damage is None

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from bus import log
 from bus.core import Core
 from bus.journal import text
 from bus.journal.blocks import Damaged
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
     try:
         journal = find_one(options.journal, options.role)
         header = journal.header()
+        log.configure(header.role, header.index, header.incarnation, "error")  # the rest was said when it happened
         _warn_of_other_code(header)
         began = time.perf_counter()
         outcome = replay(journal, header, Stops(options.until, options.request))

@@ -2,9 +2,12 @@
 
 import msgspec
 
+from bus.counters import Counters
 from bus.journal.reader import JournalError
 from bus.journal.records import Header
 from bus.replay import Subject, config_of
+from ranks.core import RankCore
+from ranks.native import NativeScheduler
 
 
 class Construction(msgspec.Struct, frozen=True):
@@ -17,5 +20,9 @@ def subject(header: Header) -> Subject:
     Raises:
         JournalError: it scheduled with vLLM's scheduler, which decides by more than the events it is given.
     """
-    scheduler = config_of(header).scheduler
-    raise JournalError(f"this rank had scheduler = {scheduler}, which is not replayed")
+    config = config_of(header)
+    if config.scheduler != "native":
+        raise JournalError(f"this rank had scheduler = {config.scheduler}; only scheduler = native is replayed")
+    counters = Counters()
+    core = RankCore(header.index, config, lambda pool: NativeScheduler(config, pool, counters), counters)
+    return Subject(core)

@@ -1,0 +1,227 @@
+"""A rank's journal, of every kind of event: it replays as recorded; with a fault, up to where that first matters."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bus import messages as m
+from bus.config import Config
+from bus.core import Drained, Peer, PeerDown, PeerUp, Received, Send, Tick
+from bus.counters import Counters
+from bus.journal.items import items
+from bus.journal.reader import Journal, Record
+from bus.links import Identity
+from bus.prefix import block_hashes
+from bus.replay import Replay
+from bus.replay_command import main, replay
+from bus.wire import pack_floats, pack_ints, unpack_ints
+from ranks.core import RankCore
+from ranks.native import NativeScheduler
+from ranks.planning import Planner
+from ranks.replay import Construction, subject
+from tests.journals import INCARNATION, Recording, model
+from tests.ranks.toy import VOCAB, ToyExecutor
+
+CONFIG = Config(scheduler="native", max_num_seqs=6, max_num_batched_tokens=32, block_size=8)
+POOL = m.KvPool(num_blocks=24, block_size=8, max_model_len=96, vocab_size=VOCAB)
+COMMANDS = (
+    m.TokenCount(),
+    m.PendingPrefillTokens(),
+    m.ComputedBlocks(prompt_token_ids=[1] * 20),
+    m.MinRemainingOutput(),
+    m.RequestCounts(),
+    m.HasFinishedRequests(),
+    m.ResetPrefixCache(reset_running_requests=True),
+    m.MakeStats(),
+    m.GetPauseState(),
+    m.SetPause(mode="keep"),
+    m.SetPause(mode="wait"),
+    m.Resume(),
+    m.Resume(),
+    m.Drain(),
+    m.FinishRequests(request_ids=["r1", "r2"]),
+)
+
+
+class Traffic:
+    """A rank under random traffic, with the toy model behind it."""
+
+    def __init__(self, seed: int, core: Any) -> None:
+        self._random = random.Random(seed)
+        self._core = core
+        self._now = 1.0
+        self._starts = 0
+        self._handle = 0
+
+    def run(self, events: int) -> None:
+        self._frontends = [self._start("command", "frontend", index) for index in range(2)]
+        self._begin_executor()
+        kinds = {self._add: 6, self._result: 20, self._abort: 1, self._command: 2, self._tick: 1}
+        rare = (self._lose_frontend, self._lose_executor)
+        for _ in range(events):
+            self._now += self._random.random() / 100
+            if self._random.random() < 0.003:
+                self._random.choice(rare)()
+            else:
+                self._random.choices(list(kinds), list(kinds.values()))[0]()
+            self._feed(Drained(self._now))
+
+    def _feed(self, event: Any) -> None:
+        for effect in self._core.handle(event):
+            if isinstance(effect, Send) and isinstance(effect.message, m.PartialSchedule):
+                self._executor.run(effect.message)
+
+    def _start(self, bus: str, role: Any, index: int) -> Peer:
+        self._starts += 1
+        peer = Peer(bus, role, index, self._starts)
+        self._feed(PeerUp(peer))
+        return peer
+
+    def _begin_executor(self) -> None:
+        self._executor = ToyExecutor(POOL, CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens)
+        self._executor_peer = self._start("step", "executor", 0)
+        self._feed(Received(self._executor_peer, POOL))
+
+    def _lose_executor(self) -> None:
+        self._feed(PeerDown(self._executor_peer, "it was killed"))
+        self._begin_executor()
+
+    def _lose_frontend(self) -> None:
+        index = self._random.randrange(2)
+        self._feed(PeerDown(self._frontends[index], "it was killed"))
+        self._frontends[index] = self._start("command", "frontend", index)
+
+    def _add(self) -> None:
+        draw = self._random
+        self._handle += 1
+        shared = [draw.randrange(3)] * draw.choice([0, 16, 40])
+        prompt = shared + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+        salt = draw.choice(["", "", "pepper"])
+        sampling = m.Sampling(
+            seed=draw.randrange(99),
+            max_tokens=draw.choice([1, 8, 40]),
+            eos_token_id=draw.choice([None, 3]),
+            stop_token_ids=draw.sample(range(VOCAB), draw.choice([0, 0, 2])),
+            logprobs=draw.choice([None, 1]),
+        )
+        request = m.AddRequest(
+            handle=self._handle,
+            sequence=self._handle,
+            request_id=f"r{self._handle}",
+            prompt_token_ids=pack_ints(prompt),
+            sampling=sampling,
+            priority=draw.choice([0, 0, -1]),
+            cache_salt=salt,
+            block_hashes=memoryview(block_hashes(pack_ints(prompt), 8, salt)),
+        )
+        self._feed(Received(draw.choice(self._frontends), request))
+
+    def _result(self) -> None:
+        if not self._executor.results:
+            return
+        result = self._executor.take()
+        tokens = unpack_ints(result.tokens).tolist()
+        if tokens[0] >= 0 and self._random.random() < 0.1:
+            pair, values = pack_ints([tokens[0], 1]), pack_floats([-0.5, -1.0])
+            logprobs = m.Logprobs(owner=0, positions=1, token_ids=pair, values=values, ranks=pack_ints([1]))
+            result = msgspec.structs.replace(result, logprobs=[logprobs])
+        self._feed(Received(self._executor_peer, result))
+
+    def _abort(self) -> None:
+        handles = pack_ints([self._random.randint(1, self._handle + 1)])
+        self._feed(Received(self._random.choice(self._frontends), m.AbortRequests(handles=handles)))
+
+    def _command(self) -> None:
+        request = m.CommandRequest(command_id=self._random.randrange(1, 10**9), body=self._random.choice(COMMANDS))
+        self._feed(Received(self._random.choice(self._frontends), request))
+
+    def _tick(self) -> None:
+        self._feed(Tick(self._now, 1e9 + self._now, {"bus_sent_frames/step": self._now}))
+
+
+def record(folder: Path, seed: int, events: int, **settings: Any) -> Journal:
+    config = msgspec.structs.replace(CONFIG, **settings)
+    counters = Counters()
+    core = RankCore(1, config, lambda pool: NativeScheduler(config, pool, counters), counters)
+    me = Identity("rank", 1, INCARNATION)
+    recording = Recording(folder, me, core, Construction(), config, model=model(VOCAB))
+    Traffic(seed, recording).run(events)
+    return recording.end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", [{}, {"journal_redact": True}, {"policy": "fcfs", "async_depth": 1}])
+def test_replays_without_a_difference(tmp_path: Path, seed: int, settings: dict[str, Any]) -> None:
+    journal = record(tmp_path, seed, 500, **settings)
+    outcome = replay(journal, journal.header())
+    assert outcome.difference is None
+    assert outcome.damage is None
+    assert outcome.events > 700
+    assert outcome.frames > 500
+    said = [item for record in journal.records() for item in items(record.turn)]  # type: ignore[union-attr]
+    assert {item.type for item in said} >= {"StepResult", "Outputs", "KvEvents", "Load", "Reply", "PeerDown", "Tick"}
+    assert any(item.type == "PartialSchedule" and "resumed" in item.fields for item in said)
+
+
+def test_a_flipped_comparison_is_found_at_the_step_where_it_first_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = record(tmp_path, 3, 500)
+    right = Planner._place
+    monkeypatch.setattr(Planner, "_place", lambda self, row: tuple(-part for part in right(self, row)))
+    assert main(["rank", str(tmp_path)]) == 1
+    assert "PartialSchedule" in capsys.readouterr().out
+    outcome = replay(journal, journal.header())
+    assert outcome.at is not None
+    assert outcome.at.number == first_choice_of_a_victim(journal, monkeypatch)
+
+
+def first_choice_of_a_victim(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The first record at which the right code and the wrong one would preempt different rows."""
+    monkeypatch.undo()
+    right = Planner._victim
+    chosen = []
+
+    def watch(self: Planner) -> int:
+        rows = self._batch.running.tolist()
+        chosen.append(max(rows, key=self._place) != min(rows, key=self._place))
+        return right(self)
+
+    monkeypatch.setattr(Planner, "_victim", watch)
+    run = Replay(journal.header(), subject(journal.header()))
+    for record in journal.records():
+        assert isinstance(record, Record)
+        run.feed(record.turn)
+        if any(chosen):
+            return record.number
+    raise AssertionError("no choice was ever made")
+
+
+def test_vllms_scheduler_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, 0, 10, scheduler="vllm")
+    assert main(["rank", str(tmp_path)]) == 2
+    assert "only scheduler = native is replayed" in capsys.readouterr().err
+
+
+def test_replays_with_next_to_nothing_installed(tmp_path: Path) -> None:
+    journal = record(tmp_path, 5, 100)
+    allowed = {"bus", "ranks", "frontend", "zmq", "msgspec", "structlog", "numpy"}
+    code = (
+        "import sys\n"
+        "class Guard:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] not in sys.stdlib_module_names | {allowed}:\n"
+        "            raise ImportError(f'{name} is not installed here')\n"
+        "sys.meta_path.insert(0, Guard())\n"
+        "sys.argv = ['rankbus', 'replay', 'rank', sys.argv[1]]\n"
+        "from frontend.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, journal.name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no difference in ")

@@ -10,6 +10,10 @@ from typing import Any, get_args
 import msgspec
 from pydantic import BaseModel
 
+from bus.log import get_logger
+
+log = get_logger()
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -33,6 +37,9 @@ class StrictRequests:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, _TellStart(send))
+            return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -48,6 +55,18 @@ class StrictRequests:
             await _respond(send, 400, _refusal(scope["path"], unknown))
             return
         await self._app(scope, _replay(messages, receive), _HeldStart(send))
+
+
+class _TellStart:
+    """`send`, with a line in the log when the application has started: the server listens right after that."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "lifespan.startup.complete":
+            log.info("HTTP is up")
+        await self._send(message)
 
 
 class _HeldStart:

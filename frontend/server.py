@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.usage.usage_lib import UsageContext
 
 from bus.config import Config
+from bus.log import get_logger
 from bus.model_files import ModelSource
 from frontend.bridge import Bridge
 from frontend.engine import BusLLM
@@ -21,6 +23,8 @@ from frontend.metrics import BusCollector, EngineStatus
 from frontend.params import ModelLimits
 from frontend.seam import AbortText, Call, CommandResult, Deliver, RenderText, StatusUpdate
 from frontend.text import TextRequests
+
+log = get_logger()
 
 GRACEFUL_SHUTDOWN_S = 3
 """How long responses under way may take to end after SIGTERM; their requests are ended at once."""
@@ -42,11 +46,13 @@ async def serve(
     Raises:
         RuntimeError: the server ended without being told to.
     """
+    start = time.monotonic()
     _quieten_logs()
     args = _arguments(config, index, source, limits)
     vllm_config = _vllm_config(config, args)
     status = EngineStatus(index)
     engine = BusLLM(vllm_config, post, status, log_stats=config.log_stats, ranks=config.ranks)
+    log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
     texts = TextRequests(engine, post)
     bridge.attach(
         {

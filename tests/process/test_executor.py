@@ -16,6 +16,8 @@ from tests.process.wire_rank import GREEDY, WireRank
 START_S = 110.0
 PROMPTS = {0: [5], 1: list(range(20, 37)), 2: [200, 3, 100, 77, 30] * 6}
 
+pytestmark = pytest.mark.timeout(240)  # the first test starts what all of them use
+
 incarnations = itertools.count(1)
 
 

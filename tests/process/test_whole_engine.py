@@ -1,0 +1,161 @@
+"""All processes together, with two frontends: what they share, and what one of them cannot do to the others."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.messages import RequestCounts, TokenCount
+from frontend.client import Client, EngineError
+from tests.engine import START_S, Engine
+
+SILENCE_S = 4.0
+"""A process that was killed, or is stopped, is taken for lost after this long."""
+DEADLINE_S = 60.0
+PROMPTS = [[5], list(range(20, 37)), [200, 3, 100, 77, 30] * 6, [9] * 40]
+
+pytestmark = pytest.mark.timeout(240)  # the first test starts what all of them use
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
+    with Engine(
+        tiny_model,
+        engine_cache,
+        frontends=2,
+        max_num_seqs=4,
+        num_blocks=129,
+        heartbeat_interval_s=0.5,
+        heartbeat_timeout_s=SILENCE_S,
+    ) as engine:
+        engine.start()
+        engine.wait_ready()
+        yield engine
+        engine.check_running()
+
+
+def client_of(engine: Engine, frontend: int) -> Client:
+    return Client(engine.config.client_endpoint(frontend), timeout_s=DEADLINE_S)
+
+
+def tokens(client: Client, prompt: list[int], count: int = 24, **options: Any) -> list[int]:
+    options = {"text_output": False, "temperature": 0.0, "ignore_eos": True, "max_tokens": count, **options}
+    return client.complete(prompt, **options)[0].token_ids
+
+
+class Streaming(threading.Thread):
+    """A request for as many tokens as there is room for, read on a thread. `flows` is set once the first has come."""
+
+    def __init__(self, engine: Engine, frontend: int, rank: int) -> None:
+        super().__init__(daemon=True)
+        self.flows = threading.Event()
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+        self._client = client_of(engine, frontend)
+        self._rank = rank
+        self.start()
+        assert self.flows.wait(DEADLINE_S), engine.tails()
+
+    def run(self) -> None:
+        stream = self._client.generate([7, 8, 9], text_output=False, temperature=0.0, ignore_eos=True, rank=self._rank)
+        try:
+            for piece in stream:
+                self.tokens += piece.token_ids
+                self.flows.set()
+        except (EngineError, TimeoutError) as error:
+            self.error = error
+        finally:
+            self._client.close()
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is left of any request, anywhere."""
+    for frontend in (0, 1):
+        with client_of(engine, frontend) as client:
+            engine.wait_until(
+                lambda client=client: client.command(RequestCounts()).value == [0, 0],  # type: ignore[misc]
+                f"frontend {frontend} hears that ranks are idle",
+                DEADLINE_S,
+            )
+            assert client.command(TokenCount()).value == [0, 0]
+
+
+def test_frontends_share_the_ranks_and_each_gets_what_it_asked_for(engine: Engine) -> None:
+    with client_of(engine, 0) as first, client_of(engine, 1) as second:
+        alone = [tokens(first, prompt) for prompt in PROMPTS]
+        got: dict[tuple[int, int], list[int]] = {}
+
+        def ask(frontend: int, client: Client) -> None:
+            for place, prompt in enumerate(PROMPTS):
+                got[frontend, place] = tokens(client, prompt, rank=(frontend + place) % 2)
+
+        asking = [threading.Thread(target=ask, args=pair) for pair in ((0, first), (1, second))]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(DEADLINE_S)
+    assert got == {(frontend, place): answer for frontend in (0, 1) for place, answer in enumerate(alone)}
+    check_idle(engine)
+
+
+def test_a_frontend_that_is_killed_takes_only_its_own_requests_along(engine: Engine) -> None:
+    its_own, another_s = Streaming(engine, 1, rank=0), Streaming(engine, 0, rank=0)
+    engine.stop("frontend-1", by=signal.SIGKILL)
+    another_s.join(DEADLINE_S)
+    assert another_s.error is None
+    assert len(another_s.tokens) == 1024 - 3
+    with client_of(engine, 0) as client:
+        engine.wait_until(lambda: client.command(RequestCounts()).value == [0, 0], "its requests ended", DEADLINE_S)
+    engine.start("frontend-1")
+    engine.wait_until(lambda: engine.healthy(1), "frontend-1 is back", START_S)
+    with client_of(engine, 1) as client:
+        assert tokens(client, [7, 8, 9]) == another_s.tokens[:24]
+    assert its_own.tokens == another_s.tokens[: len(its_own.tokens)]
+    check_idle(engine)
+
+
+def test_a_rank_that_stands_still_holds_nobody_back(engine: Engine) -> None:
+    stuck = Streaming(engine, 0, rank=1)
+    engine["rank-1"].send_signal(signal.SIGSTOP)
+    try:
+        with client_of(engine, 1) as client:
+            assert len(tokens(client, [1, 2, 3], 200, rank=0)) == 200
+        stuck.join(DEADLINE_S)
+        assert isinstance(stuck.error, EngineError)
+        assert "send the request again" in str(stuck.error)
+    finally:
+        engine["rank-1"].send_signal(signal.SIGCONT)
+    serve_again(engine, lambda client: tokens(client, [7, 8, 9], rank=1))
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["rank-1", "executor-0"])
+def test_requests_end_when_what_they_need_is_killed_and_new_ones_are_served(engine: Engine, name: str) -> None:
+    with client_of(engine, 0) as client:
+        before = tokens(client, PROMPTS[2])
+    cut = Streaming(engine, 0, rank=1)
+    engine.restart(name, by=signal.SIGKILL)
+    cut.join(DEADLINE_S)
+    assert isinstance(cut.error, EngineError)
+    assert "send it again" in str(cut.error) or "send the request again" in str(cut.error)
+    serve_again(engine, lambda client: tokens(client, PROMPTS[2], rank=1) == before)
+    check_idle(engine)
+
+
+def serve_again(engine: Engine, ask: Callable[[Client], Any]) -> None:
+    """Wait until what `ask` does with each frontend succeeds: only refusals are borne, and only for so long."""
+    for frontend in (0, 1):
+        with client_of(engine, frontend) as client:
+
+            def served(client: Client = client) -> bool:
+                try:
+                    return bool(ask(client))
+                except EngineError as error:
+                    if error.code not in ("unavailable", "failed"):
+                        raise
+                    return False
+
+            engine.wait_until(served, f"frontend {frontend} is served again", START_S)

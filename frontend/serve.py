@@ -232,15 +232,15 @@ def _sentence(tail: LogTail, path: Path) -> str:
 
 
 def _progress(programs: list[Program], tails: dict[Path, LogTail], seconds: float) -> str:
-    """One line per process: what it logged last. A line with `done` and `total` on it (of a `stage`) becomes a bar."""
+    """One line per process: what it logged last. A line with `percent` on it becomes a bar."""
     lines = [f"Starting, {seconds:.0f} s"]
     for program in programs:
         last: dict[str, Any] = next(reversed(tails[program.log].last()), {})
-        text = last.get("stage") or last.get("event") or program.state.lower()
+        text = last.get("event") or program.state.lower()
         match last:
-            case {"done": int(done), "total": int(total)} if 0 <= done <= total and total > 0:
-                filled = 30 * done // total
-                text = f"{text} {'━' * filled}{'╌' * (30 - filled)} {done}/{total}"
+            case {"percent": int(percent)} if 0 <= percent <= 100:
+                filled = 30 * percent // 100
+                text = f"{text} {'━' * filled}{'╌' * (30 - filled)} {percent} %"
         lines.append(f"  {program.name:12} {text}"[:110])
     return "\n".join(lines)
 

@@ -53,7 +53,7 @@ class Supervisor:
         settings = {f"RANKBUS_{field.name.upper()}" for field in msgspec.structs.fields(Config)}
         self._environ = {name: value for name, value in os.environ.items() if name not in settings}
         self._environ["RANKBUS_CONFIG"] = str(toml)
-        self._rpc = rpc(config.run_path)
+        self._run_path = config.run_path
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -74,7 +74,9 @@ class Supervisor:
     def programs(self) -> list[Program]:
         """All programs; empty while supervisord is starting or ending."""
         try:
-            infos: Any = self._rpc.supervisor.getAllProcessInfo()
+            infos: Any = rpc(
+                self._run_path
+            ).supervisor.getAllProcessInfo()  # a connection that failed once is of no use
         except (OSError, http.client.HTTPException, xmlrpc.client.Error):
             return []
         return [

@@ -43,10 +43,10 @@ def test_a_long_log_is_read_from_near_its_end(tmp_path: Path) -> None:
 
 def test_progress_shows_bars_and_last_words(tmp_path: Path) -> None:
     lines = {
-        "executor": '{"event": "starting", "stage": "compiling", "done": 3, "total": 12}',
+        "executor": '{"event": "compiling", "percent": 25}',
         "rank-0": '{"event": "scheduler loaded"}',
         "rank-1": "",
-        "rank-2": '{"event": "odd", "done": "x", "total": 0}',
+        "rank-2": '{"event": "odd", "percent": "x"}',
     }
     programs, tails = [], {}
     for name, line in lines.items():
@@ -56,7 +56,7 @@ def test_progress_shows_bars_and_last_words(tmp_path: Path) -> None:
         programs.append(Program(name, "RUNNING", 1, 0, path))
     told = _progress(programs, tails, 4.4).splitlines()
     assert told[0] == "Starting, 4 s"
-    assert told[1].split() == ["executor", "compiling", "━" * 7 + "╌" * 23, "3/12"]
+    assert told[1].split() == ["executor", "compiling", "━" * 7 + "╌" * 23, "25", "%"]
     assert told[2].split(maxsplit=1) == ["rank-0", "scheduler loaded"]
     assert told[3].split() == ["rank-1", "running"]
     assert told[4].split() == ["rank-2", "odd"]

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from bus import config as configuration
+from bus.config import Config
 from frontend import supervision
 from tests import models
 
@@ -168,6 +169,24 @@ def test_it_serves_until_a_signal_and_leaves_nothing(
     ]
     engine.child.send_signal(number)
     assert engine.end() == 0
+
+
+def test_supervisord_that_comes_up_late_is_heard(folder: Path) -> None:
+    template = (ROOT / "supervisord.conf").read_text()
+    config = Config(run_dir=str(folder / "run"), ranks=1)
+    config.run_path.mkdir(mode=0o700)
+    supervisor = supervision.Supervisor(config, re.sub(r"command = .*", "command = /bin/cat", template))
+    assert supervisor.programs() == []  # nobody answers yet
+    supervisor.start()
+    try:
+        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+        while not (programs := supervisor.programs()):
+            assert time.monotonic() < deadline, "it is never heard"
+            pause.wait(0.05)
+        assert [program.name for program in programs] == ["executor", "frontend-0", "rank-0"]
+    finally:
+        supervisor.stop()
+    assert supervisor.exit_code() == 0
 
 
 def test_several_frontends_and_ranks(folder: Path, engines: list[Engine]) -> None:

@@ -16,7 +16,7 @@ from bus.journal.recorder import code_version
 from bus.journal.records import Header
 from bus.replay import Difference, Replay, names_of
 
-MODULES = {"frontend": "frontend.replay", "rank": "ranks.replay"}
+MODULES = {"frontend": "frontend.replay", "rank": "ranks.replay", "executor": "executor.replay"}
 """Where each role has its function ``subject(header)``; imported only when it is replayed."""
 
 

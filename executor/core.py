@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
@@ -30,14 +32,14 @@ log = get_logger()
 STATUS_INTERVAL_S = 1.0
 
 
-class RunStep(NamedTuple):
+class RunStep(msgspec.Struct, frozen=True):
     """Effect: give a step to the device. Steps are numbered from 1 and run in the order in which they are given."""
 
     number: int
     step: MergedStep
 
 
-class StepDone(NamedTuple):
+class StepDone(msgspec.Struct, frozen=True):
     """Posted: the device has finished a step, which kept it busy for `device_s`."""
 
     number: int
@@ -45,7 +47,7 @@ class StepDone(NamedTuple):
     device_s: float
 
 
-class DeviceFailed(NamedTuple):
+class DeviceFailed(msgspec.Struct, frozen=True):
     """Posted: the device cannot go on."""
 
     reason: str

@@ -4,13 +4,15 @@ from rich.console import Console
 
 from bus import model_files
 from bus.config import Config
+from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
 from bus.shell import Shell
-from executor.core import ExecutorCore, RunStep
+from executor.core import RunStep
 from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.progress import show
+from executor.replay import Construction, build
 from executor.runner import Runner
 
 log = get_logger()
@@ -28,6 +30,7 @@ class Executor:
 
     def __init__(self, config: Config, me: Identity) -> None:
         source = model_files.resolve(config)
+        facts = model_files.read(source.folder)
         progress = show(Console(stderr=True))
         runner = Runner(config, source.folder, progress)
         runner.warm_up(progress)
@@ -38,7 +41,9 @@ class Executor:
             vocab_size=runner.vocab_size,
             blocks_of_rank=[runner.blocks_of_rank(rank) for rank in range(config.ranks)],
         )
-        self._shell = Shell(me, config, ExecutorCore(config, source.name, limits), self._perform)
+        construction = Construction(source.name, limits)
+        recorder = journal.start(config, me, construction, model=facts)
+        self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
         self._pipeline = Pipeline(runner, self._shell.post)
         self._shell.bind("step", config.step_endpoint())
         for frontend in range(config.frontends):

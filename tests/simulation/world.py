@@ -46,6 +46,14 @@ def generate(prompt: Sequence[int], count: int) -> list[int]:
     return answer
 
 
+def limits_of(config: Config) -> Limits:
+    """What the simulated executor allows; `num_blocks` and `max_model_len` are set."""
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    blocks = [config.num_blocks // config.ranks] * config.ranks
+    return Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, VOCAB, blocks)
+
+
 class SimulatedDevice:
     """Histories per row and KV per block, built from merged steps alone."""
 
@@ -114,9 +122,18 @@ class Answer:
 
 
 class World:
-    """One frontend, one executor and `config.ranks` ranks. `load_scheduler` is `ranks.vllm_loading.load`."""
+    """One frontend, one executor and `config.ranks` ranks.
 
-    def __init__(self, seed: int, config: Config, load_scheduler: Callable[..., Any]) -> None:
+    `load_scheduler` is `ranks.vllm_loading.load` or its like; `wrap` may put something around each core.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        config: Config,
+        load_scheduler: Callable[[Config, Counters], Callable[[KvPool], Any]],
+        wrap: Callable[[Process], Core] = lambda process: process.core,
+    ) -> None:
         self.draw = random.Random(seed)
         self.config = config
         self.now = 0.0
@@ -125,6 +142,7 @@ class World:
         self._next_tick = 0.0
         self._incarnations = 0
         self._load_scheduler = load_scheduler
+        self._wrap = wrap
         self._links: dict[tuple[str, Name, Name], deque[tuple[Message, int, int]]] = {}
         self._processes: dict[Name, Process] = {}
         executor: Name = ("executor", 0)
@@ -141,6 +159,7 @@ class World:
         self._incarnations += 1
         old = self._processes.get(name)
         process = Process(name, self._incarnations, self._make_core(name))
+        process.core = self._wrap(process)
         process.device = SimulatedDevice(self.config) if name[0] == "executor" else None
         for bus, one, other in self._wires:
             if name not in (one, other):
@@ -225,18 +244,13 @@ class World:
 
     def _make_core(self, name: Name) -> Core:
         config = self.config
-        assert config.num_blocks is not None
-        assert config.max_model_len is not None
         if name[0] == "executor":
-            blocks = [config.num_blocks // config.ranks] * config.ranks
-            limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, VOCAB, blocks)
-            return ExecutorCore(config, "simulated", limits)
+            return ExecutorCore(config, "simulated", limits_of(config))
         if name[0] == "rank":
             counters = Counters()
-            build: Callable[[KvPool], Any] = self._load_scheduler(config, counters)
-            return RankCore(name[1], config, build, counters)
-        limits_of_model = ModelLimits(VOCAB, config.max_model_len, ())
-        return FrontendCore(0, config.routing, config.block_size, 30.0, limits_of_model, bytes(32))
+            return RankCore(name[1], config, self._load_scheduler(config, counters), counters)
+        model = ModelLimits(VOCAB, limits_of(config).max_model_len, ())
+        return FrontendCore(0, config.routing, config.block_size, 30.0, model, bytes(32))
 
     def _deliver(self, key: tuple[str, Name, Name]) -> None:
         bus, sender, addressee = key

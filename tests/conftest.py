@@ -1,13 +1,27 @@
 """Fixtures that tests of all kinds share."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from rich.console import Console
 
 from bus import config, model_files
 from executor import prepare
 from tests.tiny_model import write_tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """What a test sets up of logging ends with it: its streams are pytest's, and are closed by then."""
+    before, root = structlog.get_config(), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    structlog.configure(**before)
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

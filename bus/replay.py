@@ -37,12 +37,21 @@ class Subject(NamedTuple):
 class Difference(NamedTuple):
     """Where a replayed core first did something else than was recorded.
 
-    `place` counts the effects of the event from 0. What one side lacks is None.
+    `place` counts the effects of the event from 1; 0 is the event itself. What one side lacks is None.
     """
 
     place: int
     recorded: Item | None
     replayed: Item | None
+
+
+class Differs(Exception):
+    """For a `Core` that does again what lies outside of the core: it came out otherwise than an event says."""
+
+    def __init__(self, recorded: Item, replayed: Item) -> None:
+        super().__init__(recorded, replayed)
+        self.recorded = recorded
+        self.replayed = replayed
 
 
 class Replay:
@@ -67,6 +76,8 @@ class Replay:
             event = event._replace(message=self._renamed(event.message))
         try:
             effects = [effect_parts(effect, None, self._subject.plain) for effect in self.core.handle(event)]
+        except Differs as differs:
+            return Difference(0, differs.recorded, differs.replayed)
         except Exception as error:
             if turn.raised == f"{type(error).__name__}: {error}":
                 return None
@@ -88,7 +99,7 @@ class Replay:
         _, *now = items(msgspec.structs.replace(turn, effects=replayed))
         both = min(len(before), len(now))
         place = next((place for place in range(both) if not self._equal(turn.effects[place], replayed[place])), both)
-        return Difference(place, _at(before, place), _at(now, place))
+        return Difference(place + 1, _at(before, place), _at(now, place))
 
     def _renamed(self, events: KvEvents) -> KvEvents:
         stored, removed = (

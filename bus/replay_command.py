@@ -16,8 +16,13 @@ from bus.journal.recorder import code_version
 from bus.journal.records import Header
 from bus.replay import Difference, Replay, names_of
 
-MODULES = {"frontend": "frontend.replay", "rank": "ranks.replay", "executor": "executor.replay"}
-"""Where each role has its function ``subject(header)``; imported only when it is replayed."""
+SUBJECTS = {
+    "frontend": "frontend.replay:subject",
+    "rank": "ranks.replay:subject",
+    "executor": "executor.replay:with_model",
+}
+WITHOUT_MODEL = "executor.replay:subject"
+"""Where the function is that makes a role's `Subject` of a `Header`; imported only when it is replayed."""
 
 
 class Stops(NamedTuple):
@@ -43,12 +48,13 @@ class Outcome(NamedTuple):
 def main(arguments: list[str]) -> int:
     """Run ``rankbus replay``; returns 0 if all was as recorded, 1 if something was not, 2 if there is a gap."""
     parser = argparse.ArgumentParser(prog="rankbus replay", description=__doc__)
-    parser.add_argument("role", choices=MODULES)
+    parser.add_argument("role", choices=SUBJECTS)
     parser.add_argument("journal", nargs="+", metavar="J", help="files, or the name of a process's start")
     parser.add_argument("--until", metavar="step=N", type=_named("step", int), help="stop before this step")
     parser.add_argument(
         "--break", metavar="request=ID", dest="request", type=_named("request", str), help="stop at all about a request"
     )
+    parser.add_argument("--no-model", action="store_true", help="executor: take what the model drew from the journal")
     options = parser.parse_args(arguments)
     try:
         journal = find_one(options.journal, options.role)
@@ -56,7 +62,7 @@ def main(arguments: list[str]) -> int:
         log.configure(header.role, header.index, header.incarnation, "error")  # the rest was said when it happened
         _warn_of_other_code(header)
         began = time.perf_counter()
-        outcome = replay(journal, header, Stops(options.until, options.request))
+        outcome = replay(journal, header, Stops(options.until, options.request), run_model=not options.no_model)
     except JournalError as error:
         print(f"rankbus: {error}", file=sys.stderr)
         return 2
@@ -70,13 +76,15 @@ def main(arguments: list[str]) -> int:
     return 0 if outcome.damage is None or outcome.damage.last is None else 2
 
 
-def replay(journal: Journal, header: Header, stops: Stops = NOWHERE) -> Outcome:
+def replay(journal: Journal, header: Header, stops: Stops = NOWHERE, *, run_model: bool = True) -> Outcome:
     """Replay a journal up to its end, the first difference, or damage.
 
     Raises:
         JournalError: its beginning is missing, or this code cannot replay it.
     """
-    subject = importlib.import_module(MODULES[header.role]).subject(header)
+    where = SUBJECTS[header.role] if run_model or header.role != "executor" else WITHOUT_MODEL
+    module, function = where.split(":")
+    subject = getattr(importlib.import_module(module), function)(header)
     run = Replay(header, subject, names_of(journal) if header.redacted else None)
     tracker = Tracker()
     events = frames = 0
@@ -119,7 +127,8 @@ def _told(record: Record, difference: Difference, header: Header) -> list[str]:
     said = items(record.turn)
     recorded, replayed = difference.recorded, difference.replayed
     told = [*text.lines(record, said, header.monotonic), ""]
-    told.append(f"record {record.number}, effect {difference.place + 1}:")
+    where = f"effect {difference.place}" if difference.place else "the event"
+    told.append(f"record {record.number}, {where}:")
     told.append(f"  recorded: {text.one_line(recorded) if recorded else 'nothing more'}")
     told.append(f"  replayed: {text.one_line(replayed) if replayed else 'nothing more'}")
     if recorded and replayed:

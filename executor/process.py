@@ -12,7 +12,7 @@ from executor.core import RunStep
 from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.progress import show
-from executor.replay import Construction, build
+from executor.replay import Construction, build, plain
 from executor.runner import Runner
 
 log = get_logger()
@@ -42,7 +42,7 @@ class Executor:
             blocks_of_rank=[runner.blocks_of_rank(rank) for rank in range(config.ranks)],
         )
         construction = Construction(source.name, limits)
-        recorder = journal.start(config, me, construction, model=facts)
+        recorder = journal.start(config, me, construction, plain, facts)
         self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
         self._pipeline = Pipeline(runner, self._shell.post)
         self._shell.bind("step", config.step_endpoint())

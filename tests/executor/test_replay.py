@@ -17,7 +17,7 @@ from bus.messages import KvPool, NewRow, PartialSchedule, Sampling, StepResult
 from bus.replay_command import main, replay
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, StepDone
-from executor.replay import Construction, build
+from executor.replay import Construction, build, plain
 from executor.rows import Rows
 from executor.step import SampledStep
 from ranks.native import NativeScheduler
@@ -46,7 +46,7 @@ def record(folder: Path, seed: int) -> Journal:
     def wrap(process: Process):  # type: ignore[no-untyped-def]
         if process.name[0] != "executor":
             return process.core
-        recordings.append(Recording(folder, ME, process.core, CONSTRUCTION, CONFIG, model=model(VOCAB)))
+        recordings.append(Recording(folder, ME, process.core, CONSTRUCTION, CONFIG, plain, model(VOCAB)))
         return recordings[0]
 
     world = World(seed, CONFIG, load_native, wrap)
@@ -65,7 +65,7 @@ def record(folder: Path, seed: int) -> Journal:
 @pytest.mark.parametrize("seed", range(4))
 def test_replays_without_a_difference(tmp_path: Path, seed: int) -> None:
     journal = record(tmp_path, seed)
-    outcome = replay(journal, journal.header())
+    outcome = replay(journal, journal.header(), run_model=False)
     assert outcome.difference is None
     assert outcome.damage is None
     assert outcome.events > 150
@@ -73,7 +73,7 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int) -> None:
 
 
 def test_log_probabilities_and_the_end_of_a_device_replay(tmp_path: Path) -> None:
-    recording = Recording(tmp_path, ME, build(CONFIG, CONSTRUCTION), CONSTRUCTION, CONFIG, model=model(VOCAB))
+    recording = Recording(tmp_path, ME, build(CONFIG, CONSTRUCTION), CONSTRUCTION, CONFIG, plain, model(VOCAB))
     rank = Peer("step", "rank", 0, 1)
     sampling = Sampling(seed=1, max_tokens=9, logprobs=1)
     new = NewRow(row=2, request_id="r", prompt_token_ids=pack_ints([7]), block_ids=pack_ints([3]), sampling=sampling)
@@ -87,12 +87,12 @@ def test_log_probabilities_and_the_end_of_a_device_replay(tmp_path: Path) -> Non
     assert sent.message.logprobs[0].owner == 2
     recording.handle(Posted(DeviceFailed("no memory is left")))
     journal = recording.end()
-    outcome = replay(journal, journal.header())
+    outcome = replay(journal, journal.header(), run_model=False)
     assert (outcome.events, outcome.difference, outcome.damage) == (5, None, None)
     said = [item for turn in journal.records() for item in items(turn.turn)]  # type: ignore[union-attr]
     (run,) = (item for item in said if item.type == "RunStep")
     assert run.fields["number"] == 1
-    assert run.fields["step"]["rows"] == [2]
+    assert run.fields["sequences"] == 1
 
 
 def test_a_fault_is_found_at_the_step_where_it_first_matters(
@@ -101,7 +101,7 @@ def test_a_fault_is_found_at_the_step_where_it_first_matters(
     record(tmp_path, 1)
     right = Rows.advance
     monkeypatch.setattr(Rows, "advance", lambda rows, which, ends, samples: right(rows, which, ends - samples, samples))
-    assert main(["executor", str(tmp_path)]) == 1
+    assert main(["executor", str(tmp_path), "--no-model"]) == 1
     assert "RunStep" in capsys.readouterr().out
 
 
@@ -110,5 +110,5 @@ def test_a_redacted_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     recording = Recording(tmp_path, ME, build(config, CONSTRUCTION), CONSTRUCTION, config, model=model(VOCAB))
     recording.handle(Drained(1.0))
     recording.end()
-    assert main(["executor", str(tmp_path)]) == 2
+    assert main(["executor", str(tmp_path), "--no-model"]) == 2
     assert "redacted" in capsys.readouterr().err

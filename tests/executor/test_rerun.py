@@ -1,0 +1,130 @@
+"""An executor's journal: its steps are run again, and the tokens compared with those that were recorded."""
+
+import dataclasses
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from bus.core import Drained, Peer, PeerUp, Posted, Received
+from bus.journal.reader import Journal, JournalError, Record
+from bus.links import Identity
+from bus.messages import NewRow, PartialSchedule, Sampling
+from bus.replay import Replay, Subject
+from bus.wire import pack_ints
+from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
+from executor.replay import Construction, Rerun, plain, with_model
+from executor.step import MergedStep, SampledStep
+from tests.executor.test_core import CONFIG, LIMITS, rank
+from tests.journals import INCARNATION, Recording, model
+
+CONSTRUCTION = Construction(model="tiny", limits=LIMITS)
+STEPS = 20
+
+
+class Sums:
+    """A runner whose model draws the sum of a row's position and all that it drew before."""
+
+    def __init__(self, wrong_from: int = 10**9) -> None:
+        self._wrong_from = wrong_from
+        self._steps = 0
+        self._last = 0
+
+    def dispatch(self, step: MergedStep) -> MergedStep:
+        return step
+
+    def collect(self, step: MergedStep) -> SampledStep:
+        self._steps += 1
+        tokens = (step.positions + self._last + (self._steps >= self._wrong_from)) % 90
+        self._last = int(tokens.sum())
+        wanted = (np.array([1, 2], np.int32), np.array([-0.5, -1.5], np.float32), 1)
+        return SampledStep(np.where(step.samples, tokens, -1).astype(np.int32), {0: wanted})
+
+
+def schedule(step: int) -> PartialSchedule:
+    new = NewRow(
+        row=0,
+        request_id="r",
+        prompt_token_ids=pack_ints([7, 8, 9]),
+        block_ids=pack_ints(range(8)),
+        sampling=Sampling(seed=1, max_tokens=100, logprobs=1),
+    )
+    first = step == 1
+    counts = pack_ints([3]) if first else pack_ints([])
+    return PartialSchedule(step=step, rows=pack_ints([0]), num_tokens=counts, new=[new] if first else [], more=True)
+
+
+def record(folder: Path, failure: bool = False, **settings: Any) -> Journal:
+    """Two ranks decode, each one row."""
+    config = msgspec.structs.replace(CONFIG, **settings)
+    core = ExecutorCore(config, "tiny", LIMITS)
+    me = Identity("executor", 0, INCARNATION)
+    recording = Recording(folder, me, core, CONSTRUCTION, config, plain, model(100))
+    runner, given = Sums(), deque[RunStep]()
+    peers: list[Peer] = [rank(0), rank(1)]
+
+    def feed(event: Any) -> None:
+        given.extend(effect for effect in recording.handle(event) if isinstance(effect, RunStep))
+
+    for peer in peers:
+        feed(PeerUp(peer))
+    for step in range(1, STEPS + 1):
+        for peer in peers:
+            feed(Received(peer, schedule(step)))
+        feed(Drained(float(step)))
+        run = given.popleft()
+        feed(Posted(StepDone(run.number, runner.collect(run.step), 0.01)))
+    if failure:
+        feed(Posted(DeviceFailed("no memory is left")))
+    return recording.end()
+
+
+def rerun(journal: Journal, runner: Sums) -> Any:
+    """The number of the record where a replay first differs, and how; None if it does not."""
+    again = Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
+    replay = Replay(journal.header(), Subject(again, (StepDone, DeviceFailed), plain))
+    for found in journal.records():
+        assert isinstance(found, Record)
+        difference = replay.feed(found.turn)
+        if difference is not None:
+            return found, difference
+    return None
+
+
+def test_replays_without_a_difference(tmp_path: Path) -> None:
+    assert rerun(record(tmp_path, failure=True), Sums()) is None
+
+
+def test_another_token_is_found_where_it_is_first_drawn(tmp_path: Path) -> None:
+    found, difference = rerun(record(tmp_path), Sums(wrong_from=7))
+    assert found.turn.subject == "StepDone"
+    assert difference.place == 0
+    assert difference.recorded.fields["number"] == difference.replayed.fields["number"] == 7
+    assert difference.recorded.fields["tokens"] != difference.replayed.fields["tokens"]
+
+
+def test_another_step_is_found_by_its_checksum(tmp_path: Path) -> None:
+    step = MergedStep(
+        setups=[],
+        ranks=np.zeros(2, np.int32),
+        rows=np.arange(2, dtype=np.int32),
+        positions=np.zeros(2, np.int32),
+        num_tokens=np.ones(2, np.int32),
+        samples=np.ones(2, np.bool_),
+        block_tables=np.zeros((2, 3), np.int32),
+    )
+    said = plain(RunStep(1, step))
+    for field in dataclasses.fields(step):
+        if field.name != "setups":
+            changed = getattr(step, field.name).copy()
+            changed.flat[0] = 1 - changed.flat[0]
+            assert plain(RunStep(1, dataclasses.replace(step, **{field.name: changed}))) != said
+    assert plain(RunStep(1, step)) == said
+
+
+def test_needs_the_same_model(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(JournalError, match="not the one that was recorded"):
+        with_model(record(tmp_path, model=str(tiny_model)).header())

@@ -61,7 +61,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: Literal[8, 16, 32, 64, 128] = 16
     num_blocks: Positive | None = None
     """KV blocks of all ranks together; none derives it from kv_memory_fraction."""
-    kv_memory_fraction: Fraction = 0.25
+    kv_memory_fraction: Fraction = 0.1
     """Part of the memory that is free after loading that the KV pool takes, at most what max_num_seqs can use."""
     enable_prefix_caching: bool = True
     async_depth: Annotated[int, Meta(ge=1, le=2)] = 2

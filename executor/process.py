@@ -1,5 +1,7 @@
 """The parts of the executor process: the runner, the device's threads, the core, and the shell that joins them."""
 
+import time
+
 from rich.console import Console
 
 from bus import model_files
@@ -32,7 +34,15 @@ class Executor:
         source = model_files.resolve(config)
         facts = model_files.read(source.folder)
         progress = show(Console(stderr=True))
+        begin = time.monotonic()
         runner = Runner(config, source.folder, progress)
+        log.info(
+            "model loaded",
+            seconds=round(time.monotonic() - begin, 2),
+            model=source.name,
+            num_blocks=runner.num_blocks,
+            max_model_len=runner.max_model_len,
+        )
         runner.warm_up(progress)
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -48,7 +58,6 @@ class Executor:
         self._shell.bind("step", config.step_endpoint())
         for frontend in range(config.frontends):
             self._shell.connect("command", config.command_endpoint(frontend), frontend)
-        log.info("ready", model=source.name, num_blocks=runner.num_blocks, max_model_len=runner.max_model_len)
 
     def run(self) -> None:
         """Serve until `stop`.
@@ -56,6 +65,7 @@ class Executor:
         Raises:
             DeviceError: the device failed.
         """
+        log.info("ready")
         reason = self._shell.run()
         log.info("the executor ends", reason=reason)
         if not self._pipeline.stop(FINISH_S):

@@ -8,32 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from bus.config import Config
-from bus.model_files import resolve
-from executor.prepare import prepare
+from bus.config import Config, load
 from frontend.client import Client
 from tests.engine import Engine
 
-CACHE = Config().cache_path
+CACHE = load().cache_path
 """Prepared models and compiled programs are kept between runs, as they are for a user."""
 
 
 @pytest.fixture(scope="session")
-def embedded_folder() -> Path:
-    """The folder of the embedded model, prepared if need be."""
-    source = resolve(Config(cache_dir=str(CACHE)))
-    prepare(source, Console(stderr=True))
-    return source.folder
-
-
-@pytest.fixture(scope="session")
-def engine(embedded_folder: Path) -> Iterator[Engine]:
+def engine(embedded_model: Path) -> Iterator[Engine]:
     """The engine as `rankbus serve` runs it by default: one frontend, two ranks, one executor."""
     defaults = Config()
     with Engine(
-        embedded_folder,
+        embedded_model,
         CACHE,
         max_num_seqs=defaults.max_num_seqs,
         max_num_batched_tokens=defaults.max_num_batched_tokens,
@@ -92,5 +81,5 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(embedded_folder: Path) -> Any:
-    return Reference(embedded_folder)
+def reference(embedded_model: Path) -> Any:
+    return Reference(embedded_model)

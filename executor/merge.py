@@ -83,8 +83,11 @@ class Merger:
         )
 
     def _set_up(self, rank: int, schedule: PartialSchedule) -> list[RowSetup]:
-        if not (schedule.new or schedule.resumed or schedule.continued):
+        count = len(schedule.new) + len(schedule.resumed) + len(schedule.continued)
+        if count == 0:
             return []
+        if count > self._limits.max_num_seqs:
+            raise Refused(f"{count} rows are set up; there are {self._limits.max_num_seqs}")
         setups = [self._begin(rank, item, item.prompt_token_ids, 0) for item in schedule.new]
         setups += [self._begin(rank, item, item.token_ids, item.num_output_tokens) for item in schedule.resumed]
         setups += [self._continue(rank, item) for item in schedule.continued]

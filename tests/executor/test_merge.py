@@ -225,6 +225,7 @@ REFUSED = {
     "row -1 does not exist": partial(rows=[0, -1]),
     "row 9223372036854775807 does not exist": partial(new=[new_row(row=2**63 - 1)]),
     "row 1 runs twice": partial(rows=[1, 0, 1], new=[new_row(0), new_row(1)]),
+    "5 rows are set up; there are 4": partial(new=[new_row(row) for row in (0, 1, 2, 3, 3)]),
     "row 2 is set up twice": partial(new=[new_row(2), new_row(2)]),
     "row 2 runs but was never set up": partial(rows=[0, 2], new=[new_row(0)]),
     "row 0 has 3 tokens but would be computed up to 4": partial(new=[new_row()], num_tokens=pack_ints([4])),

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+import msgspec
+
 from bus import log
 from bus.core import Core
 from bus.journal import text
@@ -13,7 +15,8 @@ from bus.journal.blocks import Damaged
 from bus.journal.items import Tracker, items, matches, step_of
 from bus.journal.reader import Journal, JournalError, Record, find_one
 from bus.journal.recorder import code_version
-from bus.journal.records import Header
+from bus.journal.records import Header, Turn
+from bus.journal.state import StateError, restore
 from bus.replay import Difference, Replay, names_of
 
 SUBJECTS = {
@@ -50,6 +53,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rankbus replay", description=__doc__)
     parser.add_argument("role", choices=SUBJECTS)
     parser.add_argument("journal", nargs="+", metavar="J", help="files, or the name of a process's start")
+    parser.add_argument(
+        "--from", metavar="step=N", dest="begin", type=_named("step", int), help="begin at the last state before it"
+    )
     parser.add_argument("--until", metavar="step=N", type=_named("step", int), help="stop before this step")
     parser.add_argument(
         "--break", metavar="request=ID", dest="request", type=_named("request", str), help="stop at all about a request"
@@ -62,7 +68,8 @@ def main(arguments: list[str]) -> int:
         log.configure(header.role, header.index, header.incarnation, "error")  # the rest was said when it happened
         _warn_of_other_code(header)
         began = time.perf_counter()
-        outcome = replay(journal, header, Stops(options.until, options.request), run_model=not options.no_model)
+        stops = Stops(options.until, options.request)
+        outcome = replay(journal, header, stops, begin=options.begin, run_model=not options.no_model)
     except JournalError as error:
         print(f"rankbus: {error}", file=sys.stderr)
         return 2
@@ -76,26 +83,36 @@ def main(arguments: list[str]) -> int:
     return 0 if outcome.damage is None or outcome.damage.last is None else 2
 
 
-def replay(journal: Journal, header: Header, stops: Stops = NOWHERE, *, run_model: bool = True) -> Outcome:
+def replay(
+    journal: Journal, header: Header, stops: Stops = NOWHERE, *, begin: int | None = None, run_model: bool = True
+) -> Outcome:
     """Replay a journal up to its end, the first difference, or damage.
 
+    It begins at the beginning, or with the last recorded state before step `begin`, or where the beginning is missing,
+    with the first recorded state.
+
     Raises:
-        JournalError: its beginning is missing, or this code cannot replay it.
+        JournalError: there is nowhere to begin, or this code cannot replay it.
     """
     where = SUBJECTS[header.role] if run_model or header.role != "executor" else WITHOUT_MODEL
     module, function = where.split(":")
     subject = getattr(importlib.import_module(module), function)(header)
+    first = _first(journal, begin)
     run = Replay(header, subject, names_of(journal) if header.redacted else None)
     tracker = Tracker()
     events = frames = 0
     for record in journal.records():
         if isinstance(record, Damaged):
-            if record.last == 0:
-                continue  # no record is lost
-            return Outcome(events, frames, damage=record)
-        if events == 0 and record.number != 1:
-            raise JournalError(f"the journal begins with record {record.number}; the files before that are missing")
+            if record.last is None or record.last >= first:
+                return Outcome(events, frames, damage=record)
+            continue  # before the beginning, or a header: no record is lost that matters
         turn = record.turn
+        if record.number < first:
+            continue
+        if turn.kind == "state":
+            if record.number == first:
+                run.core = _restored(turn, run.core)
+            continue
         if stops != NOWHERE:
             stops = _stop(stops, run.core, record, tracker)
         difference = run.feed(turn)
@@ -104,6 +121,30 @@ def replay(journal: Journal, header: Header, stops: Stops = NOWHERE, *, run_mode
         if difference is not None:
             return Outcome(events, frames, record, difference)
     return Outcome(events, frames)
+
+
+def _first(journal: Journal, begin: int | None) -> int:
+    """The number of the record to begin with: 1, or one that holds a state."""
+    first = None
+    for record in journal.records():
+        if isinstance(record, Damaged):
+            continue
+        if record.number == 1 or (record.turn.kind == "state" and (first is None or begin is not None)):
+            first = record.number
+        if begin is None and first is not None:
+            break
+        if begin is not None and any((step_of(item) or 0) >= begin for item in items(record.turn)):
+            break
+    if first is None:
+        raise JournalError("the journal's beginning is missing, and no state is recorded in what there is")
+    return first
+
+
+def _restored(turn: Turn, new: Core) -> Core:
+    try:
+        return restore(msgspec.msgpack.decode(turn.data), new)
+    except StateError as error:
+        raise JournalError(str(error)) from None
 
 
 def _stop(stops: Stops, core: Core, record: Record, tracker: Tracker) -> Stops:

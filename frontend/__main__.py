@@ -74,8 +74,9 @@ class BusThread(threading.Thread):
     def __init__(self, config: Config, me: Identity, limits: ModelLimits, model: ModelFacts, bridge: Bridge) -> None:
         super().__init__(name="bus", daemon=True)
         construction = Construction(limits=limits, seed_key=secrets.token_bytes(32))
-        recorder = journal.start(config, me, construction, model=model)
-        self.shell = Shell(me, config, build(me.index, config, construction), bridge.deliver, recorder)
+        core = build(me.index, config, construction)
+        recorder = journal.start(config, me, construction, model=model, core=core)
+        self.shell = Shell(me, config, core, bridge.deliver, recorder)
         self.shell.bind("client", config.client_endpoint(me.index))
         self.shell.bind("command", config.command_endpoint(me.index))
         self._error: BaseException | None = None

@@ -28,8 +28,11 @@ def run(config: Config, me: Identity) -> None:
     counters = Counters()
     build = load(config, counters)
     model = model_files.read(model_files.resolve(config).folder) if config.journals("rank") else None
-    recorder = journal.start(config, me, Construction(), model=model)
-    shell = Shell(me, config, RankCore(me.index, config, build, counters), _perform, recorder)
+    core = RankCore(me.index, config, build, counters)
+    recorder = journal.start(
+        config, me, Construction(), model=model, core=core if config.scheduler == "native" else None
+    )
+    shell = Shell(me, config, core, _perform, recorder)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
     shell.connect("step", config.step_endpoint())

@@ -12,7 +12,8 @@ from bus.journal import recorder
 from bus.journal.blocks import Damaged, frame
 from bus.journal.reader import Journal, Record, find_one
 from bus.journal.records import ENCODER, Header, Turn, as_is
-from bus.journal.writer import Files, Limits
+from bus.journal.state import capture, restore
+from bus.journal.writer import Batch, Files, Limits, Writer
 from bus.journal.zstd import compressor
 from bus.links import Identity
 from bus.messages import Role
@@ -97,6 +98,13 @@ def read(folder: Path) -> tuple[dict[int, Turn], list[Damaged]]:
     )
 
 
+class Inline(Writer):
+    """A writer without a thread: each batch is on disk when `put` returns."""
+
+    def put(self, batch: Batch) -> None:
+        self._write(batch)
+
+
 class Recording:
     """A core whose events and effects are journaled, without a shell."""
 
@@ -111,7 +119,7 @@ class Recording:
         model: ModelFacts | None = None,
     ) -> None:
         self._config = msgspec.structs.replace(config, journal="on", journal_dir=str(folder))
-        recording = recorder.start(self._config, me, construction, plain, model)
+        recording = recorder.start(self._config, me, construction, plain, model, core)
         assert recording is not None
         self._recorder = recording
         self._core = core
@@ -130,3 +138,29 @@ class Recording:
         """Write all; what was written."""
         self._recorder.close()
         return find_one([self._config.journal_dir])
+
+
+class Twins:
+    """A core, and another that is made of its state after every few events: both must always answer alike."""
+
+    EVENTS = 25
+
+    def __init__(self, build: Callable[[], Core]) -> None:
+        self._build = build
+        self._core = build()
+        self._twin = build()
+        self._events = 0
+        self.compared = 0
+        """How often the other was made anew."""
+
+    def handle(self, event: Event) -> list[Any]:
+        """What both cores answer."""
+        effects, other = (list(core.handle(event)) for core in (self._core, self._twin))
+        assert effects == other
+        self._events += 1
+        if self._events % self.EVENTS == 0:
+            state = capture(self._core)
+            self._twin = restore(state, self._build())
+            assert capture(self._twin) == state
+            self.compared += 1
+        return effects

@@ -12,7 +12,7 @@ from bus.journal.blocks import Damaged
 from bus.journal.items import Item, Tracker, items, matches, step_of
 from bus.journal.reader import Journal, JournalError, Record, find, find_one
 
-QUIET = ("Drained", "Tick")
+QUIET = ("Drained", "Tick", "State")
 """Events that are not shown unless something came of them, or they are asked for."""
 CONTEXT = 5
 """Records that are shown before the first difference."""

@@ -55,6 +55,8 @@ def _event(kind: EventKind, subject: Any, data: Any) -> Item:
             return Item("PeerUp", subject, {"incarnation": subject.incarnation}, is_effect=False)
         case "down":
             return Item("PeerDown", subject, {"reason": data}, is_effect=False)
+        case "state":
+            return Item("State", None, {"bytes": len(data)}, is_effect=False)
         case "drained":
             return Item("Drained", None, {"now": data}, is_effect=False)
     return Item("Tick", None, dict(zip(Tick._fields, data, strict=True)), is_effect=False)

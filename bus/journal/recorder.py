@@ -11,11 +11,12 @@ import msgspec
 
 from bus.buses import SCHEMA
 from bus.config import Config, ConfigError
-from bus.core import Effect, Event, Peer
+from bus.core import Core, Effect, Event, Peer
 from bus.counters import Counters
 from bus.journal import blocks
 from bus.journal.records import ENCODER, Header, Plain, as_is, effect_parts, event_parts
 from bus.journal.redaction import Redactor
+from bus.journal.state import StateError, capture
 from bus.journal.writer import Batch, Files, Limits, Writer
 from bus.journal.zstd import ZstdError, compressor
 from bus.links import Identity
@@ -24,16 +25,23 @@ from bus.model_files import ModelFacts
 
 log = get_logger()
 
+MB = 1 << 20
 BATCH_BYTES = 256 << 10
 BATCH_S = 0.1
 """The most that a killed process has not written yet."""
 CLOSE_S = 5.0
+STATE_RETRY_S = 5.0
+"""Time until the state of a core is tried again that could not be written down."""
 
 
 class Recorder:
     """Keeps the journal of one process. All calls come from the shell's thread."""
 
-    def __init__(self, writer: Writer, counters: Counters, plain: Plain) -> None:
+    def __init__(self, writer: Writer, counters: Counters, plain: Plain, core: Core | None) -> None:
+        """With `core`, its state is recorded in every file but the first, so that a replay may begin there."""
+        self._core = core
+        self._files_with_state = 1
+        self._next_state = 0.0
         self._writer = writer
         self._counters = counters
         self._plain = plain
@@ -59,15 +67,31 @@ class Recorder:
         """All effects of the event were performed, or `raised` ends the process."""
         now = time.monotonic()
         kind, subject, data = self._event
-        record = ENCODER.encode((self._at, time.time(), now - self._at, kind, subject, data, self._effects, raised))
+        self._add(ENCODER.encode((self._at, time.time(), now - self._at, kind, subject, data, self._effects, raised)))
         self._effects = []
+        if self._size >= BATCH_BYTES or now >= self._due:
+            self._hand_over()
+            self._due = now + BATCH_S
+            if self._writer.files_begun > self._files_with_state and now >= self._next_state and not raised:
+                self._record_state(now)
+
+    def _record_state(self, now: float) -> None:
+        self._next_state = now + STATE_RETRY_S
+        if self._core is None:
+            return
+        try:
+            data = capture(self._core)
+        except StateError as error:
+            log.info("the state is not journaled now", detail=str(error))
+            return
+        self._files_with_state = self._writer.files_begun
+        self._add(ENCODER.encode((now, time.time(), time.monotonic() - now, "state", None, data, (), "")))
+
+    def _add(self, record: bytes) -> None:
         head = blocks.frame(record)
         self._parts += (head, record)
         self._count += 1
         self._size += len(head) + len(record)
-        if self._size >= BATCH_BYTES or now >= self._due:
-            self._hand_over()
-            self._due = now + BATCH_S
 
     def counters(self) -> dict[str, float]:
         """What became of the records so far."""
@@ -92,11 +116,13 @@ def start(
     construction: msgspec.Struct,
     plain: Plain = as_is,
     model: ModelFacts | None = None,
+    core: Core | None = None,
 ) -> Recorder | None:
     """Begin this process's journal, or return None if the configuration wants none of its role.
 
     `construction` is what the core is built from beside `config`, `model` what is served. Posted values and effects
-    that msgspec cannot encode are made `plain` first.
+    that msgspec cannot encode are made `plain` first. With `core`, its state is recorded now and then, so that a
+    replay may begin there, unless the journal is redacted.
 
     Raises:
         ConfigError: a journal is wanted, and there is nothing to compress it with, or it is to be redacted and the
@@ -128,10 +154,12 @@ def start(
         redacted=config.journal_redact,
         construction=msgspec.Raw(ENCODER.encode(redactor.value(built_from) if redactor else built_from)),
     )
-    limits = Limits(config.journal_file_mb << 20, config.journal_file_minutes * 60.0, config.journal_keep)
+    limits = Limits(config.journal_file_mb * MB, config.journal_file_minutes * 60.0, config.journal_keep)
     counters = Counters()
     files = Files(config.journal_path, header, limits, compress)
-    return Recorder(Writer(files, counters, redactor.rework if redactor else None), counters, plain)
+    return Recorder(
+        Writer(files, counters, redactor.rework if redactor else None), counters, plain, None if redactor else core
+    )
 
 
 def code_version(role: str) -> str:

@@ -15,7 +15,7 @@ from bus.messages import Role
 
 FORMAT = 1
 
-EventKind = Literal["up", "down", "received", "posted", "drained", "tick"]
+EventKind = Literal["up", "down", "received", "posted", "drained", "tick", "state"]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +60,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     effects were performed. `subject` is the peer of a link event or frame, the type name of a posted value, or None.
     `data` is the reason, the frame's body, the posted value, or the event's times. `raised` says what ended the
     process if this event did.
+
+    A record of kind ``state`` is no event: its data is the state of the core after the record before it, from which a
+    replay may begin.
     """
 
     at: float

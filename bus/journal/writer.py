@@ -50,7 +50,8 @@ class Files:
         self._header = header
         self._limits = limits
         self._compress = compress
-        self._next_number = 0
+        self.begun = 0
+        """Files that were begun so far."""
         self._file: int | None = None
         self._size = 0
         self._begun = 0.0
@@ -79,12 +80,12 @@ class Files:
     def _open(self, now: float, first: int) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         process = f"{self._header.role}-{self._header.index}"
-        path = self._folder / f"{process}-{self._header.incarnation}-{self._next_number:05}.journal"
+        path = self._folder / f"{process}-{self._header.incarnation}-{self.begun:05}.journal"
         self._make_room(process)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._next_number += 1
+        self.begun += 1
         self._size, self._begun = 0, now
-        header = msgspec.structs.replace(self._header, number=self._next_number - 1, monotonic=now, wall=time.time())
+        header = msgspec.structs.replace(self._header, number=self.begun - 1, monotonic=now, wall=time.time())
         data = ENCODER.encode(header)
         try:
             self._write(b"H", first, 1, blocks.frame(data) + data)
@@ -134,6 +135,11 @@ class Writer:
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
+
+    @property
+    def files_begun(self) -> int:
+        """Files that were begun so far."""
+        return self._files.begun
 
     def put(self, batch: Batch) -> None:
         """Have records written soon; never waits. They are dropped while too many wait already."""

@@ -26,7 +26,7 @@ from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.replay import Construction, build
 from frontend.seam import AbortCall, AddCall, CommandCall, TextOutput
-from tests.journals import INCARNATION, PLENTY, Recording, model, turn
+from tests.journals import INCARNATION, PLENTY, Recording, Twins, model, turn
 
 CLIENTS = [Peer("client", "client", index, 70 + index) for index in range(3)]
 EXECUTOR = Peer("command", "executor", 0, 30)
@@ -190,6 +190,13 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int, redact: bool) -
     assert outcome.frames > 300
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restored_core_goes_on_as_the_one_that_was_captured(seed: int) -> None:
+    twins = Twins(lambda: build(0, CONFIG, CONSTRUCTION))
+    Traffic(seed, twins).run(300)
+    assert twins.compared > 10
+
+
 def test_a_fault_is_found_where_it_first_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,10 +260,7 @@ def test_a_journal_without_its_beginning_is_refused(tmp_path: Path, capsys: pyte
     rest = Files(tmp_path / "rest", journal.header(), PLENTY, compressor())
     rest.append(b"R", 7, 1, b"".join(frame(data) + data for data in [ENCODER.encode(turn(7))]))
     rest.close()
-    (path,) = (tmp_path / "rest").iterdir()
-    for name, sentence in ((path.name, "records 1 to 6"), ("frontend-0-1-00003.journal", "begins with record 7")):
-        path = path.rename(path.with_name(name))
-        assert main(["frontend", str(path)]) == 2
-        assert sentence in capsys.readouterr().err
+    assert main(["frontend", str(tmp_path / "rest")]) == 2
+    assert "no state is recorded" in capsys.readouterr().err
     assert main(["frontend", str(tmp_path / "nothing")]) == 2
     assert "nothing is no journal" in capsys.readouterr().err

@@ -13,18 +13,17 @@ from bus import messages as m
 from bus.config import Config
 from bus.core import Drained, Peer, PeerDown, PeerUp, Received, Send, Tick
 from bus.counters import Counters
-from bus.journal.items import items
-from bus.journal.reader import Journal, Record
+from bus.journal.items import items, step_of
+from bus.journal.reader import Journal, Record, find_one
 from bus.links import Identity
 from bus.prefix import block_hashes
 from bus.replay import Replay
 from bus.replay_command import main, replay
 from bus.wire import pack_floats, pack_ints, unpack_ints
 from ranks.core import RankCore
-from ranks.native import NativeScheduler
 from ranks.planning import Planner
-from ranks.replay import Construction, subject
-from tests.journals import INCARNATION, Recording, model
+from ranks.replay import Construction, NativeSchedulers, subject
+from tests.journals import INCARNATION, Inline, Recording, Twins, model
 from tests.ranks.toy import VOCAB, ToyExecutor
 
 CONFIG = Config(scheduler="native", max_num_seqs=6, max_num_batched_tokens=32, block_size=8)
@@ -141,10 +140,14 @@ class Traffic:
         self._feed(Tick(self._now, 1e9 + self._now, {"bus_sent_frames/step": self._now}))
 
 
+def build(config: Config = CONFIG) -> RankCore:
+    counters = Counters()
+    return RankCore(1, config, NativeSchedulers(config, counters), counters)
+
+
 def record(folder: Path, seed: int, events: int, **settings: Any) -> Journal:
     config = msgspec.structs.replace(CONFIG, **settings)
-    counters = Counters()
-    core = RankCore(1, config, lambda pool: NativeScheduler(config, pool, counters), counters)
+    core = build(config)
     me = Identity("rank", 1, INCARNATION)
     recording = Recording(folder, me, core, Construction(), config, model=model(VOCAB))
     Traffic(seed, recording).run(events)
@@ -197,6 +200,46 @@ def first_choice_of_a_victim(journal: Journal, monkeypatch: pytest.MonkeyPatch) 
         if any(chosen):
             return record.number
     raise AssertionError("no choice was ever made")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restored_core_goes_on_as_the_one_that_was_captured(seed: int) -> None:
+    twins = Twins(build)
+    Traffic(seed, twins).run(400)
+    assert twins.compared > 10
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals whose files are small, and begun when they should be, not when a thread has time for it."""
+    monkeypatch.setattr("bus.journal.recorder.Writer", Inline)
+    monkeypatch.setattr("bus.journal.recorder.BATCH_BYTES", 4000)
+    monkeypatch.setattr("bus.journal.recorder.STATE_RETRY_S", 0.0)
+    monkeypatch.setattr("bus.journal.recorder.MB", 200)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_begins_in_the_middle_where_a_state_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = record(tmp_path, 3, 500)
+    assert len(journal.files) > 3
+    said = [item for record in journal.records() for item in items(record.turn)]  # type: ignore[union-attr]
+    late = max(step_of(item) or 0 for item in said) * 2 // 3
+    whole = replay(journal, journal.header())
+    assert whole.difference is None
+    later = replay(journal, journal.header(), begin=late)
+    assert later.difference is None
+    assert 100 < later.events < whole.events - 100
+    assert main(["rank", journal.name, "--from", f"step={late}"]) == 0
+    journal.files[0].unlink()
+    rest = find_one([journal.name])
+    outcome = replay(rest, rest.header())
+    assert outcome.difference is None
+    assert later.events <= outcome.events < whole.events
+    for file in journal.files[2:]:
+        file.unlink()
+    journal.files[1].write_bytes(journal.files[1].read_bytes()[:2000])
+    assert main(["rank", journal.name]) == 2
+    assert "no state is recorded" in capsys.readouterr().err
 
 
 def test_vllms_scheduler_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,10 @@ class Watch:
                 return EX_CONFIG
             if program.pid and self._pids.setdefault(program.name, program.pid) != program.pid:
                 self._pids[program.name] = program.pid
-                self._console.print(f"{program.name} was started again; see {program.log}", style="yellow")
+                how = self._supervisor.last_end(program.name)
+                self._console.print(
+                    f"{program.name} ended ({how}) and was started again; see {program.log}", style="yellow"
+                )
         if programs and all(program.state == "EXITED" for program in programs):
             self._console.print("All processes have ended")
             return int(any(program.exit_code for program in programs))

@@ -90,6 +90,11 @@ class Supervisor:
             for info in infos
         ]
 
+    def last_end(self, name: str) -> str:
+        """How a program ended last, in supervisord's words."""
+        ends = re.findall(rf"exited: {re.escape(name)} \((.*?)(?:; (?:not )?expected)?\)", self.log.read_text())
+        return ends[-1] if ends else "stopped"
+
     def stop(self) -> None:
         """End supervisord and all programs. A second signal meanwhile ends them without asking."""
         assert self._child is not None

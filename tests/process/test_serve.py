@@ -216,6 +216,16 @@ def test_a_killed_serve_takes_all_processes_with_it(folder: Path, engines: list[
     assert engine.end() == -signal.SIGKILL
 
 
+def test_a_killed_process_is_started_again_and_told_of(folder: Path, engines: list[Engine]) -> None:
+    engine = Engine(folder)
+    engines.append(engine)
+    engine.ready()
+    killed = engine.pids()["rank-1"]
+    os.kill(killed, signal.SIGKILL)
+    engine.until(r"rank-1 ended \(terminated by SIGKILL\) and was started again")
+    assert engine.pids()["rank-1"] != killed
+
+
 def test_a_killed_supervisord_takes_all_processes_with_it(folder: Path, engines: list[Engine]) -> None:
     engine = Engine(folder)
     engines.append(engine)
@@ -253,7 +263,7 @@ def test_a_crash_loop_backs_off(folder: Path, engines: list[Engine]) -> None:
     engine = Engine(folder)
     engines.append(engine)
     for _ in range(3):
-        engine.until("rank-0 was started again")
+        engine.until(r"rank-0 ended \(exit status 3\) and was started again")
     log = engine.run / "log" / "rank-0.jsonl"
     starts = [msgspec.json.decode(line) for line in log.read_bytes().splitlines() if b"the stand-in runs" in line]
     times = [start["incarnation"] / 1e9 for start in starts]

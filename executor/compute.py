@@ -1,5 +1,6 @@
 """What the device computes in a step, as functions over all data shards; the runner's programs are made of them."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from executor import sampling
-from executor.attention import Batch, Tokens, XlaAttention
+from executor.attention import Batch, Plan, Tokens, XlaAttention
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
 
@@ -15,58 +16,84 @@ FIELDS = 3
 """Columns of a packed batch before the block table: row, position, number of tokens."""
 
 
+class Shared(NamedTuple):
+    """What all layers of a step take."""
+
+    rotation: tuple[Array, Array]
+    plan: Plan
+    last: Array
+    """int32 [shards, sequences]: which token is the last of each sequence."""
+
+
 class Model(NamedTuple):
-    """The model as functions of its parameters: `layers` are those of the layers, `outer` all others."""
+    """A model as functions of its parameters, which are lists: one of each layer's, one of all others (`outer`)."""
 
-    graph: Any
+    outer_graph: Any
     outer_tree: Any
-    layers_tree: Any
-    layers: Any
+    layer_graph: Any
+    layer_tree: Any
 
-    def forward(
-        self,
-        outer: list[Array],
-        layers: list[Array],
-        kv: list[Array],
-        history: Array,
-        packed: Array,
-        attention: XlaAttention,
-        num_tokens: int,
-        rows: int,
-    ) -> tuple[Array, list[Array]]:
-        """Run a step of up to `num_tokens` tokens per shard.
+    @classmethod
+    def take_apart(cls, model: Any) -> tuple["Model", list[Array], list[list[Array]]]:
+        """The functions of `model` (an `nnx.Module`), its outer parameters, and each layer's. `model` is used up."""
+        layers = [nnx.split(layer) for layer in model.layers]
+        model.layers = nnx.List([])
+        outer_graph, outer = nnx.split(model)
+        outer_leaves, outer_tree = jax.tree.flatten(outer)
+        layer_graph, layer_tree = layers[0][0], jax.tree.structure(layers[0][1])
+        made = cls(outer_graph, outer_tree, layer_graph, layer_tree)
+        return made, outer_leaves, [jax.tree.leaves(state) for _, state in layers]
 
-        Returns:
-            The output for the last token of each sequence [shards, rows, hidden], and the KV cache.
+    def enter(
+        self, attention: XlaAttention, num_tokens: int, outer: list[Array], history: Array, packed: Array
+    ) -> tuple[Array, Shared]:
+        """What the first layer takes, for a batch with up to `num_tokens` tokens per shard, and what all layers take.
+
+        `packed` int32 [shards, sequences, 3 + blocks] is a `Batch` in one array.
         """
         batch = Batch(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., FIELDS:])
-        tokens, last = over_shards(lambda b: _spread(b, num_tokens))(batch)
+        tokens, last = over_shards(lambda batch: _spread(batch, num_tokens))(batch)
         ids = over_shards(lambda history, batch, tokens: history[batch.rows[tokens.sequences], tokens.positions])(
             history, batch, tokens
         )
-        model = nnx.merge(
-            self.graph,
-            jax.tree.unflatten(self.outer_tree, outer),
-            jax.tree.unflatten(self.layers_tree, layers),
-        )
-        hidden, kv = model.hidden(ids, tokens.positions, kv, attention, attention.plan(batch, tokens))
-        ending = over_shards(lambda hidden, last: hidden[last])(hidden, last)
-        return jnp.pad(ending, ((0, 0), (0, rows - ending.shape[1]), (0, 0))), kv
+        x, rotation = self._outer(outer).embed(ids, tokens.positions)
+        return x, Shared(rotation, attention.plan(batch, tokens), last)
 
-    def head(self, outer: list[Array], hidden: Array, picks: Array) -> Array:
+    def run_layers(
+        self,
+        attention: XlaAttention,
+        rows: int,
+        layers: list[list[Array]],
+        kv: list[Array],
+        x: Array,
+        shared: Shared,
+    ) -> tuple[Array, Array, list[Array]]:
+        """Run some layers.
+
+        Returns:
+            Their output for the last token of each sequence [shards, rows, hidden], their output, and their KV cache.
+        """
+        # They look alike, so one is traced and lowered for all: a start with compiled programs is mostly tracing.
+        run = jax.jit(partial(self._run_layer, attention))
+        new_kv = []
+        for layer, layer_kv in zip(layers, kv, strict=True):
+            x, layer_kv = run(layer, layer_kv, x, shared)
+            new_kv.append(layer_kv)
+        ending = over_shards(lambda x, last: x[last])(x, shared.last)
+        return jnp.pad(ending, ((0, 0), (0, rows - ending.shape[1]), (0, 0))), x, new_kv
+
+    def head(self, outer: list[Array], ending: Array, picks: Array) -> Array:
         """Logits, float32 [shards, n, vocabulary], of the sequences that `picks` [shards, n, 3] names first."""
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.outer_tree, outer), self.layers)
-        return model.logits(over_shards(lambda hidden, picks: hidden[picks[:, 0]])(hidden, picks))
+        return self._outer(outer).logits(over_shards(lambda x, picks: x[picks[:, 0]])(ending, picks))
 
+    def _outer(self, outer: list[Array]) -> Any:
+        return nnx.merge(self.outer_graph, jax.tree.unflatten(self.outer_tree, outer))
 
-class Bound(NamedTuple):
-    """A jitted function with its last, static arguments."""
-
-    function: Any
-    static: tuple[Any, ...]
-
-    def lower(self, *arguments: Any) -> Any:
-        return self.function.lower(*arguments, *self.static)
+    def _run_layer(
+        self, attention: XlaAttention, layer: list[Array], kv: Array, x: Array, shared: Shared
+    ) -> tuple[Array, Array]:
+        merged = nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_tree, layer))
+        return merged(x, shared.rotation, kv, attention, shared.plan)
 
 
 def _spread(batch: Batch, num_tokens: int) -> tuple[Tokens, Array]:
@@ -84,7 +111,7 @@ def _spread(batch: Batch, num_tokens: int) -> tuple[Tokens, Array]:
 def set_up(
     history: Array, params: RowParams, tokens: Array, rows: Array, floats: Array, ints: Array
 ) -> tuple[Array, RowParams]:
-    """Write tokens and parameters of rows that begin or continue; see `Runner._setup_pieces`."""
+    """Write tokens and parameters of rows that begin or continue; see `placement.SetupPiece`."""
     return over_shards(
         lambda history, params, tokens, rows, floats, ints: (
             history.at[tokens[:, 0], tokens[:, 1]].set(tokens[:, 2]),
@@ -118,3 +145,7 @@ def adjust(logits: Array, history: Array, params: RowParams, picks: Array, adjus
             logits, history, params, picks[:, 1], picks[:, 2], adjustments
         )
     )(logits, history, params, picks, adjustments)
+
+
+def logprobs(logits: Array, tokens: Array) -> sampling.Logprobs:
+    return over_shards(sampling.logprobs)(logits, tokens)

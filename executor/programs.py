@@ -47,30 +47,42 @@ def bucket(sizes: Sequence[int], wanted: int) -> int:
 class Programs:
     """Compiles programs ahead, and runs them by name and size.
 
-    A jitted function is never called as such, so nothing can be compiled unseen: a size that was not compiled ahead is
-    logged as an error, compiled, and then run.
+    A jitted function is never called as such, so nothing can be compiled unseen: once `compile_all` is done, a program
+    that was not compiled ahead is logged as an error, compiled, and then run.
     """
 
     def __init__(self) -> None:
-        self._sources: dict[Key, tuple[Any, tuple[Any, ...]]] = {}
+        self._functions: dict[Key, Any] = {}
+        self._traced: dict[Key, Any] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._ready = False
 
-    def add(self, name: str, size: int, function: Any, *arguments: Any) -> None:
-        """Declare a program: a jitted function, and arrays or shapes like those it will be called with."""
-        self._sources[Key(name, size)] = (function, arguments)
+    def add(self, name: str, size: int, function: Callable[..., Any], donate: Sequence[int] = ()) -> None:
+        """Declare a program; the arguments in `donate` are given away when it is called."""
+        self._functions[Key(name, size)] = jax.jit(function, donate_argnums=donate)
+
+    def trace(self, name: str, size: int, *arguments: Any) -> Any:
+        """Have a program compiled by `compile_all`, for arrays like `arguments` (arrays or shapes).
+
+        Returns:
+            The shapes of what it returns.
+        """
+        traced = self._functions[Key(name, size)].trace(*arguments)
+        self._traced[Key(name, size)] = traced
+        return traced.out_info
 
     def compile_all(self, progress: Progress, threads: int = 2) -> None:
-        """Compile everything that was added. With a warm cache this is tracing only."""
+        """Compile what was traced, or take it from the persistent cache."""
         started = time.monotonic()
         counter = _CacheMisses()
-        # Tracing holds the interpreter, compiling does not: two threads keep both busy.
+        # Lowering holds the interpreter, compiling does not: two threads keep both busy.
         with ThreadPoolExecutor(threads) as pool, counter:
-            jobs = {pool.submit(self._compile, key): key for key in self._sources}
+            jobs = {pool.submit(_compile, traced): key for key, traced in self._traced.items()}
             progress("compiling programs", 0, len(jobs))
             for done, job in enumerate(as_completed(jobs), 1):
                 self._compiled[jobs[job]] = job.result()
                 progress("compiling programs", done, len(jobs))
+        self._traced.clear()
         self._ready = True
         log.info(
             "programs ready",
@@ -86,12 +98,12 @@ class Programs:
         if program is None:
             if self._ready:
                 log.error("a program was compiled while serving", program=name, size=size)
-            program = self._compiled[key] = self._compile(key)
+            program = self._compiled[key] = _compile(self._functions[key].trace(*arguments))
         return program(*arguments)
 
-    def _compile(self, key: Key) -> Callable[..., Any]:
-        function, arguments = self._sources[key]
-        return function.lower(*arguments).compile()
+
+def _compile(traced: Any) -> Callable[..., Any]:
+    return traced.lower().compile()
 
 
 class _CacheMisses:

@@ -97,7 +97,7 @@ def draw(logits: Array, params: RowParams, rows: Array, ends: Array) -> Array:
     likely = jnp.exp(scaled - scaled.max(axis=1, keepdims=True))
     kept = lax.cond(
         jnp.any(~is_greedy & ((min_p > 0) | (top_k > 0) | (top_p < 1))),
-        lambda: _bits(likely) >= _least_likely(likely, min_p, top_k, top_p)[:, None],
+        lambda: keep(likely, min_p, top_k, top_p),
         lambda: jnp.ones(likely.shape, bool),
     )
     noisy = jnp.where(kept, scaled, -jnp.inf) + gumbel(logits.shape[1], seed_low, seed_high, ends)
@@ -127,11 +127,12 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 15)
 
 
-def _least_likely(likely: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
-    """The smallest of `likely` that each line's filters keep, as the bits of a float32; int32 [n].
+def keep(likely: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
+    """Which tokens the filters keep, bool [n, vocabulary]: min-p, then top-k of what that leaves, then top-p of that.
 
     `likely` is each token's probability divided by the largest one's, so it lies between 0 and 1, where the bits of a
-    float are in the order of its value: the threshold is found bit by bit, by counting, without sorting.
+    float are in the order of its value: the threshold is found bit by bit, by counting, without sorting. Tokens as
+    likely as the last one kept are kept, too. Each filter is [n]; `top_k` 0 is off.
     """
     lines = likely.shape[0]
     floor = _bits(min_p)
@@ -148,7 +149,8 @@ def _least_likely(likely: Array, min_p: Array, top_k: Array, top_p: Array) -> Ar
         return _sum(jnp.where(at_least, likely, 0)) >= wanted
 
     nucleus = lax.cond(jnp.any(top_p < 1), lambda: _search(likely, enough_mass), lambda: jnp.zeros(lines, jnp.int32))
-    return jnp.maximum(floor, jnp.where(top_p < 1, nucleus, 0))
+    threshold = jnp.maximum(floor, jnp.where(top_p < 1, nucleus, 0))
+    return _bits(likely) >= threshold[:, None]
 
 
 def _search(likely: Array, enough: Callable[[Array], Array]) -> Array:

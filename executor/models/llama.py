@@ -1,10 +1,7 @@
 """Llama, and what has its shape: SmolLM2, Llama 2 and 3, Mistral. Attributes are named as in the files of weights."""
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -42,28 +39,13 @@ class Llama(nnx.Module):
         rope_frequencies(facts.rope, facts.head_dim)  # refuses what it cannot do now, not when a step is compiled
         self.rope, self.head_dim = facts.rope, facts.head_dim
 
-    def hidden(
-        self, tokens: Array, positions: Array, kv: Sequence[Array], attention: Attention, plan: Plan
-    ) -> tuple[Array, list[Array]]:
-        """Run the layers.
+    def embed(self, tokens: Array, positions: Array) -> tuple[Array, tuple[Array, Array]]:
+        """What the first layer takes, [shards, tokens, hidden], and the rotation that all layers take.
 
-        Args:
-            tokens: int32 [shards, tokens].
-            positions: int32, likewise: where each token stands in its sequence.
-            kv: the KV cache, one array per layer, see `Attention`.
-
-        Returns:
-            The last layer's output [shards, tokens, hidden], and the KV cache with the tokens in it.
+        `tokens` are int32 [shards, tokens], `positions` where each of them stands in its sequence.
         """
-        x = self.embed_tokens.embedding[...][tokens]
-        rotation = rotation_of(positions, rope_frequencies(self.rope, self.head_dim))
-        # All layers look alike, so one is traced and lowered for all: a start with compiled programs is mostly tracing.
-        run = jax.jit(partial(_run_layer, attention))
-        new_kv = []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, layer_kv = run(layer, x, rotation, layer_kv, plan)
-            new_kv.append(layer_kv)
-        return x, new_kv
+        frequencies = rope_frequencies(self.rope, self.head_dim)
+        return self.embed_tokens.embedding[...][tokens], rotation_of(positions, frequencies)
 
     def logits(self, x: Array) -> Array:
         """From the last layer's output [..., hidden] to float32 logits [..., vocabulary]."""
@@ -71,12 +53,6 @@ class Llama(nnx.Module):
         if self.lm_head is None:
             return (x @ self.embed_tokens.embedding[...].T).astype(jnp.float32)
         return self.lm_head(x).astype(jnp.float32)
-
-
-def _run_layer(
-    attention: Attention, layer: LlamaLayer, x: Array, rotation: tuple[Array, Array], kv: Array, plan: Plan
-) -> tuple[Array, Array]:
-    return layer(x, rotation, kv, attention, plan)
 
 
 def weight_name(path: tuple[str | int, ...]) -> tuple[str, bool]:

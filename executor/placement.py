@@ -1,0 +1,135 @@
+"""Where the parts of a step lie in the arrays that the device takes: data shards, rows of a shard, padding."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from bus.messages import Sampling
+from executor import sampling
+from executor.compute import FIELDS
+from executor.step import Float32, Int32, MergedStep, RowSetup
+
+SETUP_TOKENS = 1024
+SETUP_ROWS = 16
+"""Tokens and rows that one `SetupPiece` holds for each shard."""
+
+_IDLE = Sampling(seed=0, max_tokens=1, temperature=0.0)
+"""Parameters of rows that nobody has set up, and of the spare row."""
+
+
+class Places(NamedTuple):
+    """The shard of each entry of something, and its place among the shard's entries; int32 [n] both."""
+
+    shards: Int32
+    places: Int32
+    most: int
+    """Entries of the shard that has most."""
+
+
+class SetupPiece(NamedTuple):
+    """What one call of the program that sets rows up writes. All with leading [shards]."""
+
+    tokens: Int32
+    """[shards, SETUP_TOKENS, 3]: row, position, token."""
+    rows: Int32
+    """[shards, SETUP_ROWS]: rows that get the parameters after it, see `sampling.RowParams`."""
+    floats: Float32
+    ints: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Ranks are parted into `shards` in order, `ranks_per_shard` each, and each has `max_num_seqs` rows.
+
+    A shard's rows are its ranks' rows one after the other, and a spare one at the end, which padding names.
+    """
+
+    shards: int
+    ranks_per_shard: int
+    max_num_seqs: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a shard without the spare one, which is also the spare one's number."""
+        return self.ranks_per_shard * self.max_num_seqs
+
+    def place(self, rows: Int32) -> Places:
+        """Where entries of global `rows` go, which are in the order of their shards."""
+        shards = rows // np.int32(self.rows)
+        counts = np.bincount(shards, minlength=self.shards)
+        places = np.arange(rows.size, dtype=np.int32) - (np.cumsum(counts) - counts).astype(np.int32)[shards]
+        return Places(shards, places, int(counts.max()))
+
+    def most_tokens(self, step: MergedStep, places: Places) -> int:
+        """Tokens of the shard that has most."""
+        return int(np.bincount(places.shards, weights=step.num_tokens).max())
+
+    def pack_batch(self, step: MergedStep, tables: Int32, places: Places, size: int, most_blocks: int) -> Int32:
+        """An `attention.Batch` of `size` sequences per shard, in one array [shards, size, 3 + most_blocks].
+
+        One array, so that it travels to the device at once. `tables` are the block tables in the shards' numbering.
+        """
+        packed = np.zeros((self.shards, size, FIELDS + most_blocks), np.int32)
+        packed[:, :, 0] = self.rows
+        packed[places.shards, places.places, :FIELDS] = np.stack(
+            [step.rows % self.rows, step.positions, step.num_tokens], axis=1
+        )
+        packed[places.shards, places.places, FIELDS : FIELDS + tables.shape[1]] = tables
+        return packed
+
+    def pack_picks(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:
+        """What is drawn, [shards, size, 3]: place in the batch, row, position of the drawn token.
+
+        `indices` says which entries of the step draw, `drawn` where those go.
+        """
+        rows = step.rows[indices]
+        picks = np.zeros((self.shards, size, 3), np.int32)
+        picks[:, :, 1] = self.rows
+        picks[drawn.shards, drawn.places] = np.stack(
+            [places.places[indices], rows % self.rows, step.positions[indices] + step.num_tokens[indices]], axis=1
+        )
+        return picks
+
+    def setup_pieces(self, setups: list[RowSetup]) -> Iterator[SetupPiece]:
+        """All that `setups` write, in as few pieces as it takes, at least one."""
+        of_shard: list[list[RowSetup]] = [[] for _ in range(self.shards)]
+        for setup in setups:
+            of_shard[setup.row // self.rows].append(setup)
+        tokens = [np.concatenate([_NO_TOKENS, *map(self._entries, group)]) for group in of_shard]
+        calls = max(1, *(-(-len(entries) // SETUP_TOKENS) for entries in tokens))
+        calls = max(calls, *(-(-len(group) // SETUP_ROWS) for group in of_shard))
+        for call in range(calls):
+            piece = self._blank_piece()
+            for shard, group in enumerate(of_shard):
+                entries = tokens[shard][call * SETUP_TOKENS : (call + 1) * SETUP_TOKENS]
+                piece.tokens[shard, : len(entries)] = entries
+                for place, setup in enumerate(group[call * SETUP_ROWS : (call + 1) * SETUP_ROWS]):
+                    piece.rows[shard, place] = setup.row % self.rows
+                    packed = sampling.pack(setup.sampling, setup.prompt_len)
+                    piece.floats[shard, place], piece.ints[shard, place] = packed
+            yield piece
+
+    def blank_params(self) -> tuple[Float32, Int32]:
+        """Parameters of all rows before any is set up, the spare one too; see `sampling.RowParams`."""
+        floats, ints = sampling.pack(_IDLE, 0)
+        return np.tile(floats, (self.shards, self.rows + 1, 1)), np.tile(ints, (self.shards, self.rows + 1, 1))
+
+    def _entries(self, setup: RowSetup) -> Int32:
+        positions = np.arange(setup.start, setup.start + setup.tokens.size, dtype=np.int32)
+        return np.stack([np.full_like(positions, setup.row % self.rows), positions, setup.tokens], axis=1)
+
+    def _blank_piece(self) -> SetupPiece:
+        floats, ints = sampling.pack(_IDLE, 0)
+        tokens = np.zeros((self.shards, SETUP_TOKENS, 3), np.int32)
+        tokens[:, :, 0] = self.rows
+        return SetupPiece(
+            tokens,
+            np.full((self.shards, SETUP_ROWS), self.rows, np.int32),
+            np.tile(floats, (self.shards, SETUP_ROWS, 1)),
+            np.tile(ints, (self.shards, SETUP_ROWS, 1)),
+        )
+
+
+_NO_TOKENS = np.zeros((0, 3), np.int32)

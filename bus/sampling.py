@@ -4,6 +4,9 @@ import math
 
 from bus.messages import Sampling
 
+BAD_WORD_MAX = 1024
+"""Tokens of the longest bad word: what one call of the program that bans them takes."""
+
 
 def fault_of(sampling: Sampling, vocab_size: int) -> str:
     """What is wrong with `sampling` for a model of `vocab_size` tokens, in a sentence; empty if nothing is."""
@@ -20,7 +23,7 @@ def fault_of(sampling: Sampling, vocab_size: int) -> str:
         "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
         "logit_bias": all(map(math.isfinite, (sampling.logit_bias or {}).values())),
         "allowed_token_ids": sampling.allowed_token_ids is None or len(sampling.allowed_token_ids) > 0,
-        "bad_words_token_ids": all(sampling.bad_words_token_ids or []),
+        "bad_words_token_ids": all(1 <= len(word) <= BAD_WORD_MAX for word in sampling.bad_words_token_ids or []),
         "logprobs": sampling.logprobs is None or -1 <= sampling.logprobs <= vocab_size,
         "prompt_logprobs": sampling.prompt_logprobs is None or -1 <= sampling.prompt_logprobs <= vocab_size,
     }
@@ -54,7 +57,7 @@ _ALLOWED = {
     "repetition_penalty": "more than 0",
     "logit_bias": "finite numbers",
     "allowed_token_ids": "left out or not empty",
-    "bad_words_token_ids": "words of at least one token",
+    "bad_words_token_ids": f"words of 1 to {BAD_WORD_MAX} tokens",
     "logprobs": "a number of tokens, or -1 for the whole vocabulary",
     "prompt_logprobs": "a number of tokens, or -1 for the whole vocabulary",
 }

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.messages import Sampling
+from bus.sampling import BAD_WORD_MAX
 from executor.sampling import Adjustments
 from executor.step import Float32, Int32
 
-ENTRIES = 1024
-"""Biases, and entries of bans, that one call of `sampling.adjust` takes for a shard. A ban has no more than that."""
+ENTRIES = BAD_WORD_MAX
+"""Biases, and entries of bans, that one call of `sampling.adjust` takes for a shard: enough for the longest ban."""
 
 Words = npt.NDArray[np.uint32]
 

@@ -256,7 +256,7 @@ def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, i
             continue
         ids, values = found.tokens[at], found.values[at]
         if drawn.logits is not None and not 0 <= count <= TOP_LOGPROBS:
-            all_values = np.asarray(drawn.logits[at]) - found.norm[at]
+            all_values = np.asarray(drawn.logits)[at] - found.norm[at]
             ids = np.argsort(-all_values, kind="stable").astype(np.int32)
             values = all_values[ids]
         kept = ids.size if count < 0 else count

@@ -41,6 +41,7 @@ def test_nothing_is_wrong_with_what_can_be_sampled(allowed: dict[str, Any]) -> N
         ({"allowed_token_ids": []}, "allowed_token_ids [] is not allowed; it must be left out or not empty"),
         ({"allowed_token_ids": [1, 100]}, "allowed_token_ids names token 100; tokens are 0 to 99"),
         ({"bad_words_token_ids": [[1], []]}, "bad_words_token_ids [[1], []] is"),
+        ({"bad_words_token_ids": [[1] * 1025]}, "it must be words of 1 to 1024 tokens"),
         ({"bad_words_token_ids": [[1, 2**40]]}, "bad_words_token_ids names token 1099511627776"),
         ({"stop_token_ids": [100]}, "stop_token_ids names token 100"),
         ({"eos_token_id": 100}, "eos_token_id names token 100"),

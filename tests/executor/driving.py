@@ -65,6 +65,11 @@ class Driver:
             self._free[where[0]] += self.rows.pop(where).blocks
             self._random.shuffle(self._free[where[0]])
 
+    def left(self, where: Where) -> int:
+        """Known tokens of a row that are not computed."""
+        row = self.rows[where]
+        return len(row.tokens) + row.pending - row.computed
+
     def send(self, num_tokens: Mapping[Where, int]) -> tuple[list[Where], Handle]:
         """Dispatch a step; `take` its results in the same order."""
         order = sorted(num_tokens)
@@ -73,9 +78,8 @@ class Driver:
             row = self.rows[where]
             positions.append(row.computed)
             row.computed += num_tokens[where]
-            length = len(row.tokens) + row.pending
-            assert row.computed <= length
-            samples.append(row.computed == length)
+            assert self.left(where) >= 0
+            samples.append(self.left(where) == 0)
             row.pending += samples[-1]
             while len(row.blocks) * self.config.block_size < row.computed:
                 row.blocks.append(self._free[where[0]].pop())

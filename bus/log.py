@@ -49,3 +49,10 @@ def _constant(**values: Any) -> Any:
         return values | event
 
     return processor
+
+
+# In a process that sets no logging up (a script with the client library) standard output is the script's own
+structlog.configure(
+    wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+)

@@ -62,7 +62,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_blocks: Positive | None = None
     """KV blocks of all ranks together; none derives it from kv_memory_fraction."""
     kv_memory_fraction: Fraction = 0.1
-    """Part of the memory that is free after loading that the KV pool takes, at most what max_num_seqs can use."""
+    """Part of the memory that the KV pool takes, at most what max_num_seqs can use: on a TPU of what is free after
+    loading, on a CPU of all there is, so that each start has a pool of the same size and compiles nothing again."""
     enable_prefix_caching: bool = True
     async_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     """Steps a rank may have in flight."""

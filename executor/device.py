@@ -30,20 +30,21 @@ def dtype_of(config: Config, device: jax.Device) -> Any:
     return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
 
 
-def free_memory(device: jax.Device) -> int:
-    """Bytes that can still be taken on the device: of this process's control group or the machine for a CPU."""
+def memory_for_sharing(device: jax.Device) -> int:
+    """Bytes of which the KV pool gets a part: on an accelerator what is free now, on a CPU all there is.
+
+    It must be the same at each start, since programs are compiled for a pool's size. What is free on a CPU's machine is
+    not. "All" is what the machine has, or what this process's control group may use of it.
+    """
     if device.platform != "cpu":
         stats = device.memory_stats()
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
+    total = int(fields["MemTotal"].split()[0]) * 1024
     try:
-        limit = int((group / "memory.max").read_text())
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["anon"]
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no control group of its own, or one without a limit ("max")
-        return available
-    return min(available, limit - int(used))
+        return total
 
 
 def _has_tpu() -> bool:

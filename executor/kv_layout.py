@@ -12,8 +12,10 @@ class KvLayout:
     `num_blocks` are the blocks of all ranks together, `shard_blocks` those of a shard's array, the spare one too.
     """
 
-    def __init__(self, config: Config, max_model_len: int, block_bytes: int, free_bytes: int, shards: int = 1) -> None:
-        """Take what the config says, or else its part of `free_bytes` at `block_bytes` (all layers) each.
+    def __init__(
+        self, config: Config, max_model_len: int, block_bytes: int, memory_bytes: int, shards: int = 1
+    ) -> None:
+        """Take what the config says, or else its part of `memory_bytes` at `block_bytes` (all layers) each.
 
         Raises:
             ConfigError: a rank's blocks do not hold a sequence of `max_model_len`.
@@ -23,7 +25,7 @@ class KvLayout:
         self.most_blocks = -(-max_model_len // config.block_size)
         """Blocks of the longest sequence."""
         useful = config.ranks * config.max_num_seqs * self.most_blocks
-        affordable = int(free_bytes * config.kv_memory_fraction) // block_bytes
+        affordable = int(memory_bytes * config.kv_memory_fraction) // block_bytes
         self.num_blocks: int = config.num_blocks or min(affordable, useful)
         if self.blocks_of_rank(config.ranks - 1) < self.most_blocks:
             raise ConfigError(

@@ -95,7 +95,7 @@ class Runner:
         functions, self._outer, layers = Model.take_apart(weights.load(facts, dtype, progress))
         block_shape = (self.block_size, 2 * facts.num_kv_heads, facts.head_dim)
         block_bytes = facts.num_layers * math.prod(block_shape) * dtype.itemsize
-        self._kv_layout = KvLayout(config, self.max_model_len, block_bytes, device.free_memory(where), shards)
+        self._kv_layout = KvLayout(config, self.max_model_len, block_bytes, device.memory_for_sharing(where), shards)
         together = facts.num_layers if where.platform == "tpu" else _largest_divisor(facts.num_layers, MOST_LAYERS)
         starts = range(0, facts.num_layers, together)
         self._layers = [layers[start : start + together] for start in starts]

@@ -113,9 +113,9 @@ def test_a_program_that_was_not_compiled_ahead_is_an_error_in_the_log(
 # Memory
 
 
-def layout(free_bytes: int = 0, **settings: Any) -> KvLayout:
+def layout(memory_bytes: int = 0, **settings: Any) -> KvLayout:
     defaults: dict[str, Any] = {"ranks": 3, "max_num_seqs": 2, "block_size": 16}
-    return KvLayout(Config(**defaults | settings), 64, block_bytes=100, free_bytes=free_bytes)
+    return KvLayout(Config(**defaults | settings), 64, block_bytes=100, memory_bytes=memory_bytes)
 
 
 def test_blocks_are_shared_out_with_the_remainder_to_the_first_ranks() -> None:
@@ -125,15 +125,15 @@ def test_blocks_are_shared_out_with_the_remainder_to_the_first_ranks() -> None:
 
 
 def test_the_pool_follows_from_the_memory_and_from_what_rows_can_use() -> None:
-    assert layout(free_bytes=6000, kv_memory_fraction=0.3).num_blocks == 18
-    assert layout(free_bytes=10**9).num_blocks == 3 * 2 * 4
+    assert layout(memory_bytes=6000, kv_memory_fraction=0.3).num_blocks == 18
+    assert layout(memory_bytes=10**9).num_blocks == 3 * 2 * 4
 
 
 def test_a_pool_that_holds_no_whole_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="11 KV blocks of 16 tokens for 3 ranks do not hold a sequence"):
         layout(num_blocks=11)
     with pytest.raises(ConfigError, match="raise num_blocks or kv_memory_fraction"):
-        layout(free_bytes=1000)
+        layout(memory_bytes=1000)
 
 
 def test_ranks_have_blocks_of_their_own_and_none_the_spare_one() -> None:
@@ -159,9 +159,12 @@ def test_ranks_have_blocks_of_their_own_and_none_the_spare_one() -> None:
             assert len(blocks) < made.shard_blocks
 
 
-def test_free_memory_is_a_part_of_the_machines() -> None:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    assert 0 < device.free_memory(jax.devices("cpu")[0]) < total
+def test_the_memory_to_share_is_the_same_at_each_start() -> None:
+    cpu = jax.devices("cpu")[0]
+    before = device.memory_for_sharing(cpu)
+    taken = np.ones(2**26, np.uint8)  # what is free now is less by as much
+    assert device.memory_for_sharing(cpu) == before
+    assert taken.nbytes < before <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
 
 
 def test_a_context_longer_than_the_models_is_refused(tiny_model: Path, engine_cache: Path) -> None:

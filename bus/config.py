@@ -49,7 +49,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Who runs
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 2
     frontends: Annotated[int, Meta(ge=1, le=64)] = 1
-    scheduler: Literal["native", "vllm"] = "vllm"
+    scheduler: Literal["native", "vllm"] = "native"
     policy: Literal["fcfs", "priority"] = "priority"
     """Who runs first: who came first, or by the requests' priority, then arrival time."""
 

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 
 from bus import model_files, process
 from bus.config import Config, ConfigError
@@ -9,24 +10,25 @@ from bus.counters import Counters
 from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
+from bus.messages import KvPool
 from bus.shell import Shell
+from ranks.core import RankCore
+from ranks.native import NativeScheduler
 from ranks.replay import Construction
+from ranks.scheduler import Scheduler
 
 log = get_logger()
 
 
 def run(config: Config, me: Identity) -> None:
-    """Import the scheduler, connect, and work until told to end."""
+    """Load the scheduler, connect, and work until told to end."""
     if not 0 <= me.index < config.ranks:
         raise ConfigError(
             f"--index: {me.index} is not a rank; with ranks = {config.ranks} it is 0 … {config.ranks - 1}"
         )
     begin = time.monotonic()
-    from ranks.core import RankCore
-    from ranks.vllm_loading import load
-
     counters = Counters()
-    build = load(config, counters)
+    build = _load_scheduler(config, counters)
     model = model_files.read(model_files.resolve(config).folder) if config.journals("rank") else None
     core = RankCore(me.index, config, build, counters)
     recorder = journal.start(
@@ -40,6 +42,15 @@ def run(config: Config, me: Identity) -> None:
         shell.connect("command", config.command_endpoint(frontend), frontend)
     log.info("rank ready", scheduler=config.scheduler, seconds=round(time.monotonic() - begin, 2))
     log.info("rank ends", reason=shell.run())
+
+
+def _load_scheduler(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
+    """What makes a scheduler for a KV pool. vLLM's takes seconds to import, and so is only where it is asked for."""
+    if config.scheduler == "native":
+        return lambda pool: NativeScheduler(config, pool, counters)
+    from ranks.vllm_loading import load
+
+    return load(config, counters)
 
 
 def _perform(effect: object) -> None:

@@ -56,16 +56,28 @@ class KvCache:
         if not self.pool.caching:
             return
         full = ends >> self._shift
-        for place in np.flatnonzero(full > self._batch.num_named[rows]).tolist():
-            self._name(int(rows[place]), int(full[place]))
+        some = full > self._batch.num_named[rows]
+        if some.any():
+            self._name(rows[some], full[some])
 
-    def _name(self, row: int, full: int) -> None:
-        batch = self._batch
-        names = batch.request(row).name_blocks(full, batch.tokens[row], self.block_size)
-        begin = int(batch.num_named[row])
-        for block, name in zip(batch.blocks[row, begin:full].tolist(), names[begin:full], strict=True):
-            self.pool.name(block, name)
-        batch.num_named[row] = full
+    def _name(self, rows: Rows, full: Int32) -> None:
+        """Give the blocks of `rows` their names up to the first `full` ones; each row has one without at least."""
+        batch, size = self._batch, self.block_size
+        named = batch.num_named[rows]
+        batch.num_named[rows] = full
+        # In decode each row has filled its one next block: its tokens and its number, for all rows at once
+        tokens = batch.tokens[rows[:, None], (named * size)[:, None] + np.arange(size)].tobytes()
+        blocks = batch.blocks[rows, named].tolist()
+        width = 4 * size
+        for place, (row, begin, end) in enumerate(zip(rows.tolist(), named.tolist(), full.tolist(), strict=True)):
+            request = batch.request(row)
+            if end == begin + 1 == len(request.names) + 1:
+                name = request.name_next(tokens[place * width : (place + 1) * width])
+                self.pool.name(blocks[place], name)
+            else:
+                names = request.name_blocks(end, batch.tokens[row], size)
+                for block, name in zip(batch.blocks[row, begin:end].tolist(), names[begin:end], strict=True):
+                    self.pool.name(block, name)
 
     def release(self, row: int, computed: int | None = None) -> None:
         """Take a row's blocks back. Of those that are not full at `computed`, where given, none can be found again."""

@@ -37,6 +37,7 @@ from bus.wire import pack_ints, unpack_ints
 from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
+from ranks.grammars import BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
 from ranks.outbox import by_id
 from ranks.output import outputs
@@ -56,6 +57,7 @@ class NativeScheduler:
 
     def __init__(self, config: Config, pool: KvPool, counters: Counters) -> None:
         self._config = config
+        self._grammars = Grammars(config)
         self._pool = pool
         self._checks = Checks(pool)
         max_len = self._checks.max_len
@@ -69,6 +71,8 @@ class NativeScheduler:
         self._num_added = 0
         self._by_key: dict[tuple[int, int], Request] = {}
         self._by_name: dict[str, Request] = {}
+        self._constrained: dict[int, Request] = {}
+        """Requests with a grammar, by their number."""
         self._untold: list[Request] = []
         """Requests that have ended since the last schedule."""
         self._rendered: list[Request] = []
@@ -80,8 +84,7 @@ class NativeScheduler:
         self._checks.check(request)
         if request.resumable:
             raise Refused("sessions are only available with scheduler = vllm; leave resumable out")
-        if request.sampling.grammar is not None:
-            raise Refused("grammars are only available in single-step mode with scheduler = vllm")
+        matcher = self._compiled(request)
         name = request.request_id
         if name in self._by_name:
             name = f"{name}@{frontend}/{request.handle}"
@@ -95,8 +98,26 @@ class NativeScheduler:
             block_size=self._pool.block_size,
         )
         self._num_added += 1
+        if matcher is not None:
+            entry.matcher = matcher
+            self._constrained[entry.number] = entry
         self._by_key[frontend, request.handle] = self._by_name[name] = entry
         self._waiting.add(entry)
+
+    def _compiled(self, request: AddRequest) -> Matcher | None:
+        """The request's grammar, as far as the output there is already; None if it has none."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if not self._config.single_step:
+            raise Refused("grammars are only available in single-step mode; leave the grammar out")
+        try:
+            matcher = self._grammars.compile(grammar)
+        except BadGrammar as bad:
+            raise Refused(f"the grammar cannot be used: {bad}") from None
+        if not matcher.accept(unpack_ints(request.output_token_ids).tolist()):
+            raise Refused("the grammar does not allow the output there is already")
+        return matcher
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
@@ -133,6 +154,7 @@ class NativeScheduler:
         self, request: Request, reason: FinishReason, stop_reason: int | None = None, code: str = "", message: str = ""
     ) -> Ended:
         del self._by_key[request.frontend, request.handle], self._by_name[request.name]
+        self._constrained.pop(request.number, None)
         self._untold.append(request)
         ended = RequestEnded(handle=request.handle, reason=reason, stop_reason=stop_reason, code=code, message=message)
         return Ended(request.frontend, request.request_id, ended)
@@ -238,8 +260,10 @@ class NativeScheduler:
             self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
         left = rows[sorted(over)].tolist()
         told = np.flatnonzero(delivered)
+        rejected = self._accept(rows, table, delivered, left) if self._constrained else []
         ended += [self._end(row) for row in left]
         self._leave(left)
+        ended += self._finish(rejected, "error", "grammar", "the model produced a token that the grammar forbids")
         self._statistics.generated(int(delivered.sum()), int(np.sum(lengths)) - int(delivered.sum()))
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
         own = self._own_logprobs(step, delivered, held, logprobs)
@@ -250,6 +274,18 @@ class NativeScheduler:
         if self._batch.held[row] and num_tokens:
             self._batch.computed[row] -= len(drafts) + 1 - num_tokens
             self._statistics.drafted(len(drafts), num_tokens - 1)
+
+    def _accept(self, rows: Rows, table: Int32, delivered: Int32, left: list[int]) -> list[Request]:
+        """Let grammars go on by what their requests got; those that must not go on, but for the ones in `left`."""
+        places = {row: place for place, row in enumerate(rows.tolist())}
+        rejected = []
+        for request in self._constrained.values():
+            place = places.get(request.row)
+            if place is not None and request.matcher is not None:
+                tokens = table[place, : delivered[place]].tolist()
+                if tokens and not request.matcher.accept(tokens) and request.row not in left:
+                    rejected.append(request)
+        return rejected
 
     def _end_broken(self, rows: npt.NDArray[np.intp]) -> list[Ended]:
         requests = [self._batch.request(row) for row in rows.tolist()]
@@ -340,7 +376,14 @@ class NativeScheduler:
             raise Refused(f"request {name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
 
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:
-        return None
+        step = self._steps[0]
+        names, masks = [], []
+        for request, samples in zip(self._rendered, step.samples.tolist(), strict=True):
+            if samples and request.matcher is not None and self._is_alive(request):
+                own = request.matcher.masks(step.drafts.get(request.row, []))
+                names += [request.name] * len(own)
+                masks += own
+        return (names, masks) if names else None
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
         taken = []
@@ -349,6 +392,8 @@ class NativeScheduler:
             if request is None or request.row == NONE:
                 continue
             self._planner.drafts.pop(request.row, None)
+            if request.matcher is not None:
+                tokens = request.matcher.allowed_of(tokens)
             if tokens and not self._batch.prefilling[request.row]:
                 self._planner.drafts[request.row] = list(tokens)
                 taken.append(name)

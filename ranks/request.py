@@ -8,6 +8,7 @@ import numpy.typing as npt
 from bus.messages import AddRequest, Sampling
 from bus.prefix import chain_hash, root_hash, split_hashes
 from bus.wire import unpack_ints
+from ranks.grammars import Matcher
 
 Int32 = npt.NDArray[np.int32]
 
@@ -36,6 +37,8 @@ class Request:
     root: bytes
     names: list[bytes] = field(default_factory=list)
     row: int = -1
+    matcher: Matcher | None = None
+    """How far it has come in its grammar, if it has one."""
     grammar_pending: bool = False
     """It waits for its grammar to be compiled, and keeps its place among those that wait."""
     place: tuple[float, ...] = ()
@@ -48,16 +51,16 @@ class Request:
         """Whether it may take blocks from the prefix cache: log-probabilities of a prompt need all of it computed."""
         return self.sampling.prompt_logprobs is None
 
+    def name_next(self, tokens: bytes) -> bytes:
+        """Name the block after those in `names`; its tokens are raw little-endian int32."""
+        name = chain_hash(self.names[-1] if self.names else self.root, tokens)
+        self.names.append(name)
+        return name
+
     def name_blocks(self, count: int, tokens: Int32, block_size: int) -> list[bytes]:
         """Its `names`, at least `count` of them; `tokens` is the request from its first token on."""
-        done = len(self.names)
-        if done < count:
-            data = tokens[done * block_size : count * block_size].tobytes()
-            parent = self.names[-1] if done else self.root
-            size = 4 * block_size
-            for begin in range(0, len(data), size):
-                parent = chain_hash(parent, data[begin : begin + size])
-                self.names.append(parent)
+        for begin in range(len(self.names) * block_size, count * block_size, block_size):
+            self.name_next(tokens[begin : begin + block_size].tobytes())
         return self.names
 
 

@@ -23,6 +23,8 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.began = 0
+        """How many messages came before the peer that came last."""
         self.peers: dict[int, Peer] = {}
         self.lost: list[str] = []
         self.changed = threading.Condition()
@@ -38,6 +40,7 @@ class _Recorder:
     def _take(self, event: Event) -> list[Effect]:
         if isinstance(event, PeerUp):
             self.peers[event.peer.index] = event.peer
+            self.began = len(self.messages)
         elif isinstance(event, PeerDown):
             del self.peers[event.peer.index]
             self.lost.append(event.reason)

@@ -22,15 +22,16 @@ class RankUnderTest:
         engine.start("rank-0")
         self.wait_for_pool()
 
-    def wait_for_pool(self) -> None:
-        """Until every frontend's last word from the rank is that it can run requests."""
+    def wait_for_pool(self, there: bool = True) -> None:
+        """Until every frontend's last word from the rank is that it can run requests, or cannot."""
         for frontend in self.frontends:
-            frontend.wait(lambda frontend=frontend: self._has_pool(frontend), "the rank has its pool")
+            frontend.wait(lambda frontend=frontend: self._has_pool(frontend) is there, "the rank's word of its pool")
 
     @staticmethod
     def _has_pool(frontend: FrontendSide) -> bool:
-        loads = [message for message in frontend.core.messages if isinstance(message, Load)]
-        return 0 in frontend.core.peers and bool(loads) and loads[-1].num_blocks > 0
+        core = frontend.core
+        loads = [message for message in core.messages[core.began :] if isinstance(message, Load)]
+        return 0 in core.peers and bool(loads) and loads[-1].num_blocks > 0
 
     def value(self, body: AnyCommand, frontend: int = 0) -> Any:
         """A command's value, through the fold that the frontend's core applies to it."""

@@ -48,9 +48,14 @@ from tests.tiny_model import EOS
 POOL = KvPool(num_blocks=64, block_size=16, max_model_len=256, vocab_size=VOCAB)
 
 
+@pytest.fixture(scope="module", params=["native", "vllm"])
+def scheduler(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def rank(tiny_model: Path, engine_cache: Path) -> Iterator[RankUnderTest]:
-    with Engine(tiny_model, engine_cache, ranks=1, frontends=2) as engine:
+def rank(tiny_model: Path, engine_cache: Path, scheduler: str) -> Iterator[RankUnderTest]:
+    with Engine(tiny_model, engine_cache, ranks=1, frontends=2, scheduler=scheduler) as engine:
         rank = RankUnderTest(engine, POOL)
         try:
             yield rank
@@ -59,8 +64,8 @@ def rank(tiny_model: Path, engine_cache: Path) -> Iterator[RankUnderTest]:
 
 
 @pytest.fixture(scope="module")
-def single(tiny_model: Path, engine_cache: Path) -> Iterator[RankUnderTest]:
-    settings = {"single_step": True, "async_depth": 1}
+def single(tiny_model: Path, engine_cache: Path, scheduler: str) -> Iterator[RankUnderTest]:
+    settings = {"single_step": True, "async_depth": 1, "scheduler": scheduler}
     with Engine(tiny_model, engine_cache, ranks=1, frontends=2, **settings) as engine:
         rank = RankUnderTest(engine, KvPool(num_blocks=64, block_size=16, max_model_len=256, vocab_size=259))
         try:
@@ -147,6 +152,9 @@ def test_append_opens_continues_and_closes_a_session(rank: RankUnderTest) -> Non
     first = prompt(10, 30)
     handle = rank.add(first, 3, resumable=True)
     side = rank.frontends[0]
+    if rank.engine.config.scheduler == "native":
+        assert "only available with scheduler = vllm" in rank.ended(handle).message
+        return
     side.wait(lambda: len(rank.tokens(handle)) == 3, "the first turn")
     assert rank.value(UnfinishedRequests()) == 0
     side.send(AppendInput(handle=handle, sequence=handle + 2, prompt_token_ids=pack_ints([4, 5])))
@@ -163,6 +171,7 @@ def test_reset_of_the_caches(rank: RankUnderTest) -> None:
     tokens = prompt(40, 40)
     rank.executor.hold(True)
     handle = rank.add(tokens, 10)
+    rank.executor.wait(lambda: len(rank.executor.core.toy.results) == 2, "two steps in flight")
     assert rank.value(UnfinishedRequests()) == 1
     assert rank.value(ResetPrefixCache()) is False
     assert rank.value(ResetPrefixCache(reset_running_requests=True)) is True
@@ -188,6 +197,7 @@ def test_pause_and_resume(rank: RankUnderTest, mode: Any) -> None:
     rank.executor.hold(True)
     tokens = prompt(12, 60)
     handle = rank.add(tokens, 10)
+    rank.executor.wait(lambda: len(rank.executor.core.toy.results) == 2, "two steps in flight")
     assert rank.value(UnfinishedRequests()) == 1
     command = rank.ask(SetPause(mode=mode))
     state = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}[mode]

@@ -1,6 +1,7 @@
 """A rank process when those around it come and go, and when it goes itself."""
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_an_executor_that_restarts(rank: RankUnderTest) -> None:
     assert "no executor" in refused.message
     assert rank.frontends[0].received(KvEvents)[-1] == rank.frontends[1].received(KvEvents)[-1]
     assert rank.frontends[0].received(KvEvents)[-1].snapshot
+    rank.wait_for_pool(there=False)
     rank.executor = ToyExecutorSide(rank.engine.config, POOL)
     rank.wait_for_pool()
     assert serves(rank, 0)
@@ -56,7 +58,9 @@ def test_a_frontend_that_restarts(rank: RankUnderTest) -> None:
     rank.add(PROMPT, frontend=1)
     assert rank.value(UnfinishedRequests(), frontend=1) == 1
     rank.frontends[1].close()
-    assert any(rank.value(UnfinishedRequests()) == 0 for _ in range(1000))  # as soon as it has noticed
+    deadline = time.monotonic() + 20
+    while rank.value(UnfinishedRequests()):  # until it has noticed
+        assert time.monotonic() < deadline
     rank.executor.hold(False)
     rank.frontends[1] = FrontendSide(1, rank.engine.config)
     rank.wait_for_pool()

@@ -1,4 +1,4 @@
-"""Whole engines from a seed, with vLLM's scheduler in the ranks: right tokens, right KV, and nothing left over."""
+"""Whole engines from a seed, with either scheduler in the ranks: right tokens, right KV, and nothing left over."""
 
 import random
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from bus.config import Config
+from ranks.native import NativeScheduler
 from tests.simulation.world import VOCAB, World, generate
 
 
-@pytest.fixture(scope="module")
-def load_scheduler() -> Any:
+@pytest.fixture(scope="module", params=["native", "vllm"])
+def load_scheduler(request: pytest.FixtureRequest) -> Any:
+    if request.param == "native":
+        return lambda config, counters: lambda pool: NativeScheduler(config, pool, counters)
     from ranks.vllm_loading import load
 
     return load

@@ -75,6 +75,27 @@ class Batch:
         tokens: Int32 = self.tokens[row, : self.known[row]]
         return tokens
 
+    def append_tokens(self, rows: Rows, table: Int32, lengths: Int32) -> tuple[Int32, list[int]]:
+        """Give `rows` [n] new tokens, the first `lengths` [n] of each line of `table` [n, widest], up to their end.
+
+        Returns how many each has got, and the places in `rows` of those that have come to their end, in order.
+        """
+        places = np.flatnonzero(lengths)
+        got = np.zeros(rows.size, np.int32)
+        over: list[int] = []
+        for column in range(table.shape[1]):
+            going, drawn = rows[places], table[places, column]
+            position = self.known[going]
+            self.tokens[going, position] = drawn
+            self.known[going] = position + 1
+            got[places] += 1
+            ended = (drawn[:, None] == self.stops[going]).any(axis=1) | (position + 1 >= self.limit[going])
+            if ended.any():
+                over += places[ended].tolist()
+                places = places[~ended]
+            places = places[lengths[places] > column + 1]
+        return got, sorted(over)
+
     # Entering and leaving
 
     def enter(self, request: Request, blocks: list[int], num_cached: int, num_named: int) -> int:

@@ -214,7 +214,7 @@ class NativeScheduler:
         step = self._steps[0]
         tokens = unpack_ints(result.tokens)
         self._check(step, tokens)
-        return self._take(tokens[:, None], tokens >= 0, tokens == NOT_A_NUMBER, result.logprobs)
+        return self._take(tokens[:, None], (tokens >= 0).astype(np.int32), tokens == NOT_A_NUMBER, result.logprobs)
 
     def _check(self, step: Step, tokens: Int32) -> None:
         if tokens.size != step.rows.size:
@@ -227,7 +227,7 @@ class NativeScheduler:
             raise BrokenResult(f"row {step.rows[place]}, which {what}, has token {tokens[place]}")
 
     def _take(
-        self, table: Int32, lengths: npt.NDArray[Any], broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
+        self, table: Int32, lengths: Int32, broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
     ) -> StepOutputs:
         """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest]."""
         step = self._steps.popleft()
@@ -238,35 +238,22 @@ class NativeScheduler:
         started = [(request.frontend, told) for request, told in step.started if self._is_alive(request)]
         ended = self._end_broken(rows[broken & batch.held[rows]]) if broken.any() else []
         held = batch.held[rows]
-        places = np.flatnonzero(held & (lengths > 0))
-        delivered = np.zeros(rows.size, np.int32)
-        over: list[int] = []
         for row, drafts in step.drafts.items():
             self._judge(row, drafts, int(lengths[rows == row][0]))
-        for column in range(table.shape[1]):
-            going, drawn = rows[places], table[places, column]
-            position = batch.known[going]
-            batch.tokens[going, position] = drawn
-            batch.known[going] = position + 1
-            delivered[places] += 1
-            stopped = (drawn[:, None] == batch.stops[going]).any(axis=1) | (position + 1 >= batch.limit[going])
-            if stopped.any():
-                over += places[stopped].tolist()
-                places = places[~stopped]
-            if column + 1 < table.shape[1]:
-                places = places[lengths[places] > column + 1]
-        if self._config.async_depth > 1:
-            going = rows[delivered > 0]
-            self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
-        left = rows[sorted(over)].tolist()
+        delivered, over = batch.append_tokens(rows, table, np.where(held, lengths, 0))
         told = np.flatnonzero(delivered)
+        if self._config.async_depth > 1:
+            going = rows[told]
+            self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
+        left = rows[over].tolist()
         rejected = self._accept(rows, table, delivered, left) if self._constrained else []
         ended += [self._end(row) for row in left]
         self._leave(left)
         ended += self._finish(rejected, "error", "grammar", "the model produced a token that the grammar forbids")
-        self._statistics.generated(int(delivered.sum()), int(np.sum(lengths)) - int(delivered.sum()))
+        num_delivered = int(delivered.sum())
+        self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
-        own = self._own_logprobs(step, delivered, held, logprobs)
+        own = self._own_logprobs(step, delivered, held, logprobs) if logprobs else []
         return self._tell(step.number, rows[told], tokens, delivered[told], started, ended, own)
 
     def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
@@ -287,7 +274,7 @@ class NativeScheduler:
                     rejected.append(request)
         return rejected
 
-    def _end_broken(self, rows: npt.NDArray[np.intp]) -> list[Ended]:
+    def _end_broken(self, rows: Rows) -> list[Ended]:
         requests = [self._batch.request(row) for row in rows.tolist()]
         for _ in requests:
             self._statistics.not_a_number()
@@ -310,9 +297,10 @@ class NativeScheduler:
         """Those of requests that get tokens or are not that far yet, with the frontend they go to."""
         batch = self._batch
         own = []
+        heard = (delivered > 0) | (held & ~step.samples)
+        wanted = dict(zip(step.rows.tolist(), heard.tolist(), strict=True))
         for item in logprobs:
-            place = np.flatnonzero(step.rows == item.owner)
-            if place.size and (delivered[place[0]] or (held[place[0]] and not step.samples[place[0]])):
+            if wanted.get(item.owner):
                 handle = int(batch.handle[item.owner])
                 own.append((int(batch.frontend[item.owner]), msgspec.structs.replace(item, owner=handle)))
         return own
@@ -386,6 +374,9 @@ class NativeScheduler:
         return (names, masks) if names else None
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
+        for name, tokens in drafts.items():
+            if any(not 0 <= token < self._pool.vocab_size for token in tokens):
+                raise Refused(f"request {name} has a draft that is not in 0 … {self._pool.vocab_size - 1}")
         taken = []
         for name, tokens in drafts.items():
             request = self._by_name.get(name)

@@ -54,7 +54,16 @@ def test_there_is_something_to_check() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["bus.process", "bus.shell", "bus.model_files", "frontend.cli", "frontend.serve", "frontend.show_config"]
+    "module",
+    [
+        "bus.process",
+        "bus.shell",
+        "bus.model_files",
+        "frontend.cli",
+        "frontend.serve",
+        "frontend.show_config",
+        "ranks.__main__",
+    ],
 )
 def test_what_must_start_fast_imports_nothing_slow(module: str) -> None:
     code = f"import {module}, sys; print(sorted({{'vllm', 'torch', 'jax', 'transformers'}} & sys.modules.keys()))"

@@ -4,7 +4,7 @@ A role's own package says how its core is built and which values its threads pos
 """
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -32,6 +32,8 @@ class Subject(NamedTuple):
     """Types of what the process's own threads post."""
     plain: Plain = as_is
     """The same as when it was recorded."""
+    summary: Callable[[], str] | None = None
+    """What else there is to tell when the replay is over."""
 
 
 class Difference(NamedTuple):

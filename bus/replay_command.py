@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
     at: Record | None = None
     difference: Difference | None = None
     damage: Damaged | None = None
+    summary: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -80,6 +81,8 @@ def main(arguments: list[str]) -> int:
         print(*_told(outcome.at, outcome.difference, header), sep="\n")
         return 1
     print(f"no difference in {outcome.events} events and {outcome.frames} frames; {seconds:.1f} s")
+    if outcome.summary:
+        print(outcome.summary)
     return 0 if outcome.damage is None or outcome.damage.last is None else 2
 
 
@@ -120,7 +123,7 @@ def replay(
         frames += sum(not isinstance(effect.subject, str) for effect in turn.effects)
         if difference is not None:
             return Outcome(events, frames, record, difference)
-    return Outcome(events, frames)
+    return Outcome(events, frames, summary=subject.summary() if subject.summary else "")
 
 
 def _first(journal: Journal, begin: int | None) -> int:

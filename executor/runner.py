@@ -47,6 +47,9 @@ class _Drawn(NamedTuple):
     logprobs: sampling.Logprobs | None
     logits: Array | None
     """float32 [shards, n, vocabulary], kept where an entry wants more than `TOP_LOGPROBS`."""
+    picks: Int32
+    adjusted: Array | None
+    """The logits after all adjustments, kept by a runner with `keep_scores`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +81,12 @@ class Runner:
     earlier one is still running; then it is queued.
     """
 
-    def __init__(self, config: Config, model_dir: Path, progress: Progress, shards: int = 1) -> None:
+    def __init__(
+        self, config: Config, model_dir: Path, progress: Progress, shards: int = 1, *, keep_scores: bool = False
+    ) -> None:
         """Load the model and allocate everything. `shards` parts the ranks into data shards, all on one device.
+
+        With `keep_scores` handles hold what `scores` needs: the logits of all that a step draws.
 
         Raises:
             ModelError: the model cannot be served.
@@ -91,6 +98,7 @@ class Runner:
         self.block_size: int = config.block_size
         self.max_model_len = _max_model_len(config, facts)
         self.vocab_size = facts.vocab_size
+        self._keep_scores = keep_scores
 
         functions, self._outer, layers = Model.take_apart(weights.load(facts, dtype, progress))
         block_shape = (self.block_size, 2 * facts.num_kv_heads, facts.head_dim)
@@ -158,6 +166,26 @@ class Runner:
         drawn = handle.drawn
         tokens[drawn.indices] = np.asarray(drawn.tokens)[drawn.places.shards, drawn.places.places]
         return SampledStep(tokens, dict(_read_logprobs(drawn)))
+
+    def scores(self, handle: Handle, index: int) -> Float32:
+        """What the token at `index` of a step was the largest of, float32 [vocabulary], top-k and the like aside.
+
+        That is its logits after all adjustments, or if it is drawn, these by the temperature, plus the noise. To be
+        called before a later step sets the row up anew, on a runner with `keep_scores`.
+        """
+        drawn = handle.drawn
+        assert drawn is not None
+        assert drawn.adjusted is not None
+        place = int(np.flatnonzero(drawn.indices == index)[0])
+        shard, line = int(drawn.places.shards[place]), int(drawn.places.places[place])
+        row, end = (int(value) for value in drawn.picks[shard, line, 1:])
+        logits = drawn.adjusted[shard, line]
+        temperature = float(self._params.floats[shard, row, 0])
+        if temperature < sampling.GREEDY_BELOW:
+            return np.asarray(logits)
+        ints = self._params.ints[shard, row]
+        noise = sampling.gumbel(self.vocab_size, ints[2:3], ints[3:4], jnp.array([end], jnp.int32))[0]
+        return np.asarray(logits / temperature + noise)
 
     # Programs
 
@@ -231,7 +259,8 @@ class Runner:
         )
         logprobs = self._programs.run("logprobs", size, raw, tokens) if wanted else None
         kept = raw if any(not 0 <= count <= TOP_LOGPROBS for count in wanted.values()) else None
-        return _Drawn(tokens, indices, drawn, wanted, logprobs, kept)
+        adjusted = logits if self._keep_scores else None
+        return _Drawn(tokens, indices, drawn, wanted, logprobs, kept, picks, adjusted)
 
     def _adjustments(self, picks: Int32, rows: Int32, drawn: Places, size: int) -> Iterable[Adjustments]:
         """What the rows that are drawn for ask for, one for each call of the program."""

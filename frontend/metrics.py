@@ -20,6 +20,7 @@ LABELS = {
     "bus_rejected_frames": ("bus", "reason"),
     "bus_lost_peers": ("bus", "reason"),
     "executor_missed_ranks": ("rank",),
+    "journal_lost_records": ("reason",),
     "rank_errors_received": ("role",),
     "rank_refused_requests": ("code",),
     "errors_received": ("role",),

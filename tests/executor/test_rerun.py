@@ -16,9 +16,10 @@ from bus.messages import NewRow, PartialSchedule, Sampling
 from bus.replay import Replay, Subject
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
-from executor.replay import Construction, Rerun, plain, with_model
-from executor.step import MergedStep, SampledStep
-from tests.executor.test_core import CONFIG, LIMITS, rank
+from executor.replay import TIE, Construction, Rerun, plain, with_model
+from executor.step import Float32, MergedStep, RowSetup, SampledStep
+from tests.executor.driving import GREEDY, Driver
+from tests.executor.test_core import CONFIG, LIMITS, ROWS, rank
 from tests.journals import INCARNATION, Recording, model
 
 CONSTRUCTION = Construction(model="tiny", limits=LIMITS)
@@ -28,20 +29,31 @@ STEPS = 20
 class Sums:
     """A runner whose model draws the sum of a row's position and all that it drew before."""
 
-    def __init__(self, wrong_from: int = 10**9) -> None:
-        self._wrong_from = wrong_from
+    def __init__(self, wrong_in: int = 0, gap: float = 1.0) -> None:
+        """In step `wrong_in` it draws other tokens, whose score is the best by `gap`."""
+        self._wrong_in = wrong_in
+        self._gap = gap
         self._steps = 0
-        self._last = 0
+        self._last = {0: 0, ROWS: 0}
+        self.corrected: list[RowSetup] = []
 
     def dispatch(self, step: MergedStep) -> MergedStep:
+        corrections = [setup for setup in step.setups if setup.start == 3 + self._steps - 1 and setup.start > 0]
+        self.corrected += corrections
+        self._last |= {setup.row: int(setup.tokens[0]) for setup in corrections}
         return step
 
     def collect(self, step: MergedStep) -> SampledStep:
         self._steps += 1
-        tokens = (step.positions + self._last + (self._steps >= self._wrong_from)) % 90
-        self._last = int(tokens.sum())
-        wanted = (np.array([1, 2], np.int32), np.array([-0.5, -1.5], np.float32), 1)
-        return SampledStep(np.where(step.samples, tokens, -1).astype(np.int32), {0: wanted})
+        last = np.array([self._last[row] for row in step.rows.tolist()])
+        tokens = (step.positions + last + (self._steps == self._wrong_in)) % 90
+        self._last |= dict(zip(step.rows.tolist(), tokens.tolist(), strict=True))
+        return SampledStep(np.where(step.samples, tokens, -1).astype(np.int32))
+
+    def scores(self, step: MergedStep, index: int) -> Float32:
+        scores = np.zeros(100, np.float32)
+        scores[self._last[int(step.rows[index])]] = self._gap
+        return scores
 
 
 def schedule(step: int) -> PartialSchedule:
@@ -50,7 +62,10 @@ def schedule(step: int) -> PartialSchedule:
         request_id="r",
         prompt_token_ids=pack_ints([7, 8, 9]),
         block_ids=pack_ints(range(8)),
-        sampling=Sampling(seed=1, max_tokens=100, logprobs=1),
+        sampling=Sampling(
+            seed=1,
+            max_tokens=100,
+        ),
     )
     first = step == 1
     counts = pack_ints([3]) if first else pack_ints([])
@@ -82,9 +97,9 @@ def record(folder: Path, failure: bool = False, **settings: Any) -> Journal:
     return recording.end()
 
 
-def rerun(journal: Journal, runner: Sums) -> Any:
-    """The number of the record where a replay first differs, and how; None if it does not."""
-    again = Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
+def rerun(journal: Journal, runner: Sums, core: Rerun | None = None) -> Any:
+    """The record where a replay first differs, and how; None if it does not."""
+    again = core or Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
     replay = Replay(journal.header(), Subject(again, (StepDone, DeviceFailed), plain))
     for found in journal.records():
         assert isinstance(found, Record)
@@ -98,8 +113,16 @@ def test_replays_without_a_difference(tmp_path: Path) -> None:
     assert rerun(record(tmp_path, failure=True), Sums()) is None
 
 
+def test_a_tie_is_counted_and_the_recorded_token_put_in_its_place(tmp_path: Path) -> None:
+    runner = Sums(wrong_in=7, gap=TIE / 2)
+    core = Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
+    assert rerun(record(tmp_path), runner, core) is None
+    assert [(setup.row, setup.start) for setup in runner.corrected] == [(0, 9), (ROWS, 9)]
+    assert core.summary() == f"{2 * STEPS} tokens drawn again, 2 of them ties that fell the other way"
+
+
 def test_another_token_is_found_where_it_is_first_drawn(tmp_path: Path) -> None:
-    found, difference = rerun(record(tmp_path), Sums(wrong_from=7))
+    found, difference = rerun(record(tmp_path), Sums(wrong_in=7))
     assert found.turn.subject == "StepDone"
     assert difference.place == 0
     assert difference.recorded.fields["number"] == difference.replayed.fields["number"] == 7
@@ -128,3 +151,19 @@ def test_another_step_is_found_by_its_checksum(tmp_path: Path) -> None:
 def test_needs_the_same_model(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(JournalError, match="not the one that was recorded"):
         with_model(record(tmp_path, model=str(tiny_model)).header())
+
+
+def test_scores_say_why_a_token_was_drawn(tiny_model: Path, engine_cache: Path) -> None:
+    driver = Driver(tiny_model, engine_cache)
+    drawn = Sampling(seed=2**62 + 5, max_tokens=99, temperature=0.8, presence_penalty=0.5, logit_bias={7: 3.0})
+    where = {(0, 1): GREEDY, (1, 0): drawn, (1, 2): msgspec.structs.replace(drawn, seed=3, temperature=3.0)}
+    for place, sampling in where.items():
+        driver.start(place, [3, 1, 4, 1, 5], sampling)
+    tokens = []
+    for count in (5, 1, 1):
+        order, handle = driver.send(dict.fromkeys(where, count))
+        result = driver.take((order, handle))
+        for index, place in enumerate(order):
+            assert int(driver.runner.scores(handle, index).argmax()) == result[place]
+            tokens.append(result[place])
+    assert len(set(tokens)) > 3

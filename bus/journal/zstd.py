@@ -55,7 +55,9 @@ def _of_package() -> Callable[[bytes, int], bytes]:
 
     def decompress(data: bytes, size: int) -> bytes:
         try:
-            return one.decompress(data, max_output_size=size, allow_extra_data=False)
+            if zstandard.frame_content_size(data) != size:  # it is what decompress allocates
+                raise ZstdError("its size is damaged")
+            return one.decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ZstdError(str(error)) from None
 

@@ -61,11 +61,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--break", metavar="request=ID", dest="request", type=_named("request", str), help="stop at all about a request"
     )
+    parser.add_argument("--model", metavar="DIR", help="where the recorded model is (default: where it was)")
     parser.add_argument("--no-model", action="store_true", help="executor: take what the model drew from the journal")
     options = parser.parse_args(arguments)
     try:
         journal = find_one(options.journal, options.role)
         header = journal.header()
+        if options.model:
+            header = msgspec.structs.replace(header, config={**header.config, "model": options.model})
         log.configure(header.role, header.index, header.incarnation, "error")  # the rest was said when it happened
         _warn_of_other_code(header)
         began = time.perf_counter()

@@ -13,8 +13,7 @@ from bus.log import get_logger
 from bus.messages import KvPool
 from bus.shell import Shell
 from ranks.core import RankCore
-from ranks.native import NativeScheduler
-from ranks.replay import Construction
+from ranks.replay import Construction, NativeSchedulers
 from ranks.scheduler import Scheduler
 
 log = get_logger()
@@ -47,7 +46,7 @@ def run(config: Config, me: Identity) -> None:
 def _load_scheduler(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
     """What makes a scheduler for a KV pool. vLLM's takes seconds to import, and so is only where it is asked for."""
     if config.scheduler == "native":
-        return lambda pool: NativeScheduler(config, pool, counters)
+        return NativeSchedulers(config, counters)
     from ranks.vllm_loading import load
 
     return load(config, counters)

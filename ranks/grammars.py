@@ -52,10 +52,13 @@ class Matcher:
 class Grammars:
     """Compiles grammars for the tokens of the served model."""
 
+    LEFT_OUT = ("_llguidance", "_tokenizer")
+    """Of a recorded state; see `bus.journal.state`."""
+    _llguidance: Any = None
+    _tokenizer: Any = None
+
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._llguidance: Any = None
-        self._tokenizer: Any = None
 
     def _load(self) -> None:
         """Import llguidance and read the tokenizer (0.3 s)."""

@@ -3,7 +3,8 @@
 The objects that a core is made of are walked as they are, so no core has to say what its state is, and none can forget
 a part of it. Restoring makes objects of this project's own classes and sets their attributes; it calls none of their
 code. What cannot be written down but hangs on the core by attributes alone (a function it was built with, say) is
-taken from a core that was newly built in the same way.
+taken from a core that was newly built in the same way. A class may name attributes in `LEFT_OUT` that are not part of
+its state: they are as the class itself has them then.
 """
 
 import importlib
@@ -220,8 +221,10 @@ def _made_array(dtype: str, shape: list[int], written: list[int], data: bytes) -
 def _attribute_names(value: Any) -> list[str]:
     if isinstance(value, msgspec.Struct):
         return list(value.__struct_fields__)
-    slots = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
-    return [*slots, *value.__dict__] if hasattr(value, "__dict__") else slots
+    classes = [vars(kind) for kind in type(value).__mro__]
+    names = [name for kind in classes for name in kind.get("__slots__", ())]
+    left_out = {name for kind in classes for name in kind.get("LEFT_OUT", ())}
+    return [name for name in (*names, *getattr(value, "__dict__", ())) if name not in left_out]
 
 
 def _defaults(kind: type) -> dict[str, Any]:

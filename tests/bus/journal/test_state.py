@@ -35,6 +35,15 @@ class Slotted:
     unset: Any = field(init=False)
 
 
+class Lazy:
+    LEFT_OUT = ("loaded",)
+    loaded: Any = None
+
+    def __init__(self) -> None:
+        self.name = "lazy"
+        self.loaded = threading.Lock()
+
+
 class Core:
     """Holds a `value`, and what it was built with."""
 
@@ -132,6 +141,11 @@ def test_what_a_core_was_built_with_is_taken_from_the_new_one() -> None:
     again = restore(capture(Core(1, of_the_old)), Core(2, of_the_new))
     assert isinstance(again, Core)
     assert (again.value, again.built_with) == (1, of_the_new)
+
+
+def test_what_is_left_out_is_as_the_class_has_it() -> None:
+    again = back(Lazy())
+    assert (again.name, again.loaded) == ("lazy", None)
 
 
 def test_what_cannot_be_written_down_is_named() -> None:

@@ -1,0 +1,111 @@
+"""A whole engine that keeps journals: mixed traffic, a rank that is killed; then every process is replayed."""
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from bus.journal.reader import find
+from bus.messages import MakeStats, RequestCounts, ResetPrefixCache, TokenCount
+from frontend.client import Client, EngineError
+from tests.engine import ROOT, START_S, Engine
+
+DEADLINE_S = 60.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def journals(tiny_model: Path, engine_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the journals of an engine that has run and ended."""
+    folder = tmp_path_factory.mktemp("journals")
+    with Engine(
+        tiny_model,
+        engine_cache,
+        scheduler="native",
+        journal="on",
+        journal_dir=str(folder),
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=128,
+        num_blocks=24,  # so few that requests are preempted
+    ) as engine:
+        engine.start()
+        engine.wait_ready()
+        wait_for_ranks(engine)
+        run_traffic(engine)
+        engine.restart("rank-1", by=signal.SIGKILL)
+        wait_for_ranks(engine)
+        run_traffic(engine)
+        engine.stop()
+    return folder
+
+
+def wait_for_ranks(engine: Engine) -> None:
+    with Client(engine.config.client_endpoint(0), DEADLINE_S) as client:
+        for rank in range(engine.config.ranks):
+            engine.wait_until(lambda rank=rank: served(client, rank), f"rank {rank} serves", START_S)  # type: ignore[misc]
+
+
+def served(client: Client, rank: int) -> bool:
+    try:
+        return bool(client.complete([1, 2, 3], text_output=False, max_tokens=2, rank=rank))
+    except EngineError as error:
+        if error.code not in ("unavailable", "failed"):
+            raise
+        return False
+
+
+def run_traffic(engine: Engine) -> None:
+    """Tokens and text, greedy and drawn, log-probabilities, children, aborts, commands; all at once."""
+    endpoint = engine.config.client_endpoint(0)
+    failures: list[BaseException] = []
+
+    def talk(number: int) -> None:
+        try:
+            with Client(endpoint, DEADLINE_S) as client:
+                for turn in range(4):
+                    prompt = [number, turn] + [7] * (20 * turn + 1)
+                    client.complete(prompt, text_output=False, max_tokens=40, ignore_eos=True, n=1 + turn % 2)
+                    client.complete("Tell me more.", max_tokens=20, temperature=0.0, logprobs=2)
+                    stream = client.generate(prompt, text_output=False, max_tokens=60, ignore_eos=True)
+                    client.abort(next(iter(stream)).request_id)
+                    assert len(list(stream)) < 60
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    with Client(endpoint, DEADLINE_S) as client:
+        for body in (TokenCount(), RequestCounts(), ResetPrefixCache(reset_running_requests=True), MakeStats()):
+            client.command(body)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert not failures, failures[0]
+
+
+def rankbus(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "frontend.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize(("role", "starts"), [("frontend", 1), ("rank", 3), ("executor", 1)])
+def test_every_start_of_every_process_replays_without_a_difference(journals: Path, role: str, starts: int) -> None:
+    found = [journal for journal in find([str(journals)]) if journal.process.startswith(role)]
+    assert len(found) == starts
+    for journal in found:
+        done = rankbus("replay", role, journal.name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith("no difference in ")
+        assert int(done.stdout.split()[3]) > 100
+
+
+def test_the_journals_show_what_happened(journals: Path) -> None:
+    shown = rankbus("journal", "show", str(journals), "--type", "PeerDown,ResumeRow")
+    assert "rank/1" in shown.stdout
+    assert "PeerDown command:rank/1" in shown.stdout

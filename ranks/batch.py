@@ -10,6 +10,9 @@ from ranks.request import Int32, Request
 Rows = npt.NDArray[np.intp]
 """Numbers of rows, as numpy likes its indices."""
 
+NUM_STOPS = 4
+"""Stop tokens of a row that are looked at for all rows together."""
+
 NONE = -1
 """Stands in arrays of token ids for no token."""
 
@@ -26,7 +29,8 @@ class Batch:
     - `num_blocks`: KV blocks; their numbers stand in `blocks` [size, most].
     - `num_named`: how many of these have their name, from the first on.
     - `prefilling` (bool): whether the last step it was in did not reach its last token.
-    - `stops` [size, most]: the tokens it stops at, the one without a reason first; `NONE` fills the rest.
+    - `stops` [size, NUM_STOPS]: the tokens it stops at; `NONE` fills the rest. Where there are more, they are in
+      `many_stops`.
     - `frontend` and `handle`: its key.
 
     The wide tables are mapped when they are first written to, so a row takes the memory that its longest request took.
@@ -47,7 +51,8 @@ class Batch:
         self.handle = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, max_len), np.int32)
         self.blocks = np.zeros((size, most_blocks), np.int32)
-        self.stops = np.full((size, 1), NONE, np.int32)
+        self.stops = np.full((size, NUM_STOPS), NONE, np.int32)
+        self.many_stops: dict[int, frozenset[int]] = {}
         self.held = np.zeros(size, np.bool_)
         self._free = deque(range(size))
         self._last_step = np.full(size, -1, np.int64)
@@ -90,6 +95,9 @@ class Batch:
             self.known[going] = position + 1
             got[places] += 1
             ended = (drawn[:, None] == self.stops[going]).any(axis=1) | (position + 1 >= self.limit[going])
+            if self.many_stops:
+                tokens = zip(going.tolist(), drawn.tolist(), strict=True)
+                ended |= np.array([token in self.many_stops.get(row, ()) for row, token in tokens], np.bool_)
             if ended.any():
                 over += places[ended].tolist()
                 places = places[~ended]
@@ -121,19 +129,21 @@ class Batch:
 
     def _set_stops(self, row: int, request: Request) -> None:
         eos = request.sampling.eos_token_id
-        stops = [NONE if eos is None else eos, *request.sampling.stop_token_ids]
-        if len(stops) > self.stops.shape[1]:
-            wide = np.full((self.stops.shape[0], len(stops)), NONE, np.int32)
-            wide[:, : self.stops.shape[1]] = self.stops
-            self.stops = wide
+        stops = dict.fromkeys(
+            request.sampling.stop_token_ids if eos is None else [eos, *request.sampling.stop_token_ids]
+        )
         self.stops[row] = NONE
-        self.stops[row, : len(stops)] = stops
+        if len(stops) <= NUM_STOPS:
+            self.stops[row, : len(stops)] = list(stops)
+        else:
+            self.many_stops[row] = frozenset(stops)
 
     def leave(self, rows: list[int]) -> None:
         """Take these rows from their requests."""
         for row in rows:
             self.request(row).row = NONE
             self.requests[row] = None
+            self.many_stops.pop(row, None)
             self._vacate(row)
         self.held[rows] = False
         self.running = self.running[self.held[self.running]]

@@ -65,7 +65,7 @@ def draw_add(draw: random.Random, settings: Settings) -> Add:
         prompt=tuple(prompt),
         stream=stream,
         max_tokens=len(output) + draw.choice([1, 2, 5, 12, 20, 40]),
-        stop=tuple(draw.sample(range(VOCAB), draw.choice([0, 0, 0, 1, 2]))),
+        stop=tuple(draw.sample(range(VOCAB), draw.choice([0] * 6 + [1, 2, 2, 5]))),
         eos=draw.choice([None, None, 3]),
         priority=draw.choice([0, 0, 0, 1, -1, 5]),
         arrival=draw.choice([0.0, draw.random()]),

@@ -9,34 +9,24 @@ import pytest
 
 from bus.config import Config
 from bus.core import Drained, Peer, PeerUp, Posted, Received, Send
-from bus.counters import Counters
 from bus.journal.items import items
 from bus.journal.reader import Journal
 from bus.links import Identity
-from bus.messages import KvPool, NewRow, PartialSchedule, Sampling, StepResult
+from bus.messages import NewRow, PartialSchedule, Sampling, StepResult
 from bus.replay_command import main, replay
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, StepDone
 from executor.replay import Construction, build, plain
 from executor.rows import Rows
 from executor.step import SampledStep
-from ranks.native import NativeScheduler
-from ranks.scheduler import Scheduler
 from tests.journals import INCARNATION, Recording, model
-from tests.simulation.world import VOCAB, Process, World, limits_of
+from tests.simulation.world import VOCAB, Process, World, limits_of, load_native
 
 CONFIG = Config(
     scheduler="native", max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=8, num_blocks=50
 )
 CONSTRUCTION = Construction("simulated", limits_of(CONFIG))
 ME = Identity("executor", 0, INCARNATION)
-
-
-def load_native(config: Config, counters: Counters):  # type: ignore[no-untyped-def]
-    def make(pool: KvPool) -> Scheduler:
-        return NativeScheduler(config, pool, counters)
-
-    return make
 
 
 def record(folder: Path, seed: int) -> Journal:

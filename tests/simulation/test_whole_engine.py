@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from bus.config import Config
-from ranks.native import NativeScheduler
-from tests.simulation.world import VOCAB, World, generate
+from tests.simulation.world import VOCAB, World, generate, load_native
 
 
 @pytest.fixture(scope="module", params=["native", "vllm"])
 def load_scheduler(request: pytest.FixtureRequest) -> Any:
     if request.param == "native":
-        return lambda config, counters: lambda pool: NativeScheduler(config, pool, counters)
+        return load_native
     from ranks.vllm_loading import load
 
     return load

@@ -24,6 +24,8 @@ from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.seam import AbortCall, AddCall, Deliver, StatusUpdate
 from ranks.core import RankCore
+from ranks.native import NativeScheduler
+from ranks.scheduler import Scheduler
 
 VOCAB = 97
 TICK_S = 0.1
@@ -52,6 +54,11 @@ def limits_of(config: Config) -> Limits:
     assert config.max_model_len is not None
     blocks = [config.num_blocks // config.ranks] * config.ranks
     return Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, VOCAB, blocks)
+
+
+def load_native(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
+    """Our own scheduler, as `ranks.vllm_loading.load` loads vLLM's."""
+    return lambda pool: NativeScheduler(config, pool, counters)
 
 
 class SimulatedDevice:
@@ -131,7 +138,7 @@ class World:
         self,
         seed: int,
         config: Config,
-        load_scheduler: Callable[[Config, Counters], Callable[[KvPool], Any]],
+        load_scheduler: Callable[[Config, Counters], Callable[[KvPool], Scheduler]],
         wrap: Callable[[Process], Core] = lambda process: process.core,
     ) -> None:
         self.draw = random.Random(seed)

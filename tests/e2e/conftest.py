@@ -13,6 +13,9 @@ from bus.config import Config, load
 from frontend.client import Client
 from tests.engine import Engine
 
+COLD_START_S = 400.0
+"""How long the engine may take to be ready when every program is still to be compiled."""
+
 CACHE = load().cache_path
 """Prepared models and compiled programs are kept between runs, as they are for a user."""
 
@@ -29,7 +32,7 @@ def engine(embedded_model: Path) -> Iterator[Engine]:
         num_blocks=None,
     ) as engine:
         engine.start()
-        engine.wait_ready()
+        engine.wait_ready(COLD_START_S)
         yield engine
 
 

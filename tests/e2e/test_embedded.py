@@ -16,6 +16,8 @@ from frontend.client import AsyncClient, Client
 from tests.e2e.conftest import Reference, metrics
 from tests.engine import ROOT, Engine
 
+pytestmark = pytest.mark.timeout(500)  # the first test starts the engine, perhaps with nothing compiled
+
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 

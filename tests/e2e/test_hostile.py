@@ -15,6 +15,8 @@ from frontend.client import Client, EngineError
 from tests.e2e.conftest import metrics
 from tests.engine import Engine
 
+pytestmark = pytest.mark.timeout(500)  # the first test starts the engine, perhaps with nothing compiled
+
 ROLES = {"client": "client", "command": "rank", "step": "rank"}
 
 

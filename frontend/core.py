@@ -7,6 +7,7 @@ to commands. It knows nothing of text: what needs a tokenizer goes up over the s
 from dataclasses import replace
 from hashlib import blake2b
 
+from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
 from bus.counters import Counters
 from bus.messages import (
@@ -47,31 +48,20 @@ from frontend.seam import (
 
 
 class FrontendCore:
-    """Pure state machine of one frontend; see `bus.core.Core`.
+    """Pure state machine of one frontend; see `bus.core.Core`."""
 
-    Args:
-        index: this frontend's number.
-        policy, block_size, command_deadline_s: as in the config.
-        limits: what the model allows.
-        seed_key: random bytes of this start, from which seeds of unseeded requests are derived.
-    """
+    def __init__(self, index: int, config: Config, limits: ModelLimits, seed_key: bytes) -> None:
+        """`index` is this frontend's number, `limits` what the model allows.
 
-    def __init__(
-        self,
-        index: int,
-        policy: str,
-        block_size: int,
-        command_deadline_s: float,
-        limits: ModelLimits,
-        seed_key: bytes,
-    ) -> None:
+        `seed_key` is random bytes of this start, from which seeds of unseeded requests are derived.
+        """
         self._limits = limits
         self._seed_key = seed_key
         self._seeds_drawn = 0
         self._counters = Counters()
-        self._router = Router(policy, index, block_size)
-        self._requests = Requests(self._router, block_size, self._counters)
-        self._commands = Commands(command_deadline_s)
+        self._router = Router(config.routing, index, config.block_size, config.max_num_seqs)
+        self._requests = Requests(self._router, config.block_size, self._counters)
+        self._commands = Commands(config.command_deadline_s)
         self._executor: Peer | None = None
         self._executor_status: ExecutorStatus | None = None
         self._text_requests: dict[tuple[Peer, str], int] = {}  # children that have not finished

@@ -19,14 +19,7 @@ class Construction(msgspec.Struct, frozen=True, kw_only=True):
 
 def build(index: int, config: Config, construction: Construction) -> FrontendCore:
     """The core of frontend `index`."""
-    return FrontendCore(
-        index=index,
-        policy=config.routing,
-        block_size=config.block_size,
-        command_deadline_s=config.command_deadline_s,
-        limits=construction.limits,
-        seed_key=construction.seed_key,
-    )
+    return FrontendCore(index, config, construction.limits, construction.seed_key)
 
 
 def subject(header: Header) -> Subject:

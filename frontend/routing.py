@@ -94,7 +94,9 @@ class RankView:
 class Router:
     """Chooses ranks. Each policy is one method; both skip ranks that do not take new requests."""
 
-    def __init__(self, policy: str, frontend_index: int, block_size: int) -> None:
+    def __init__(self, policy: str, frontend_index: int, block_size: int, rows: int) -> None:
+        """`rows` is how many requests a rank can run at once (max_num_seqs)."""
+        self._rows = rows
         self.ranks: dict[int, RankView] = {}
         self._policy = {"least_loaded": self._least_loaded, "round_robin": self._round_robin}[policy]
         self._frontend_index = frontend_index
@@ -119,18 +121,22 @@ class Router:
         return rank, self._to_prefill(rank, prompt_tokens, hashes)
 
     def _least_loaded(self, candidates: Sequence[int], prompt_tokens: int, hashes: bytes) -> int:
-        """Minimise the resulting maximum load; ties: own load, requests in flight, how soon a row frees, rotation."""
+        """Minimise the resulting maximum load; ties: own load, requests in flight, how soon a row frees, rotation.
+
+        Ranks whose rows are all taken come last: there a request waits, however little prefill is pending.
+        """
         views = self.ranks
         least_in_flight = min(views[rank].in_flight for rank in candidates)
         slack = AFFINITY_SLACK + least_in_flight // 4
         maximum = max(views[rank].pending_tokens for rank in candidates)
 
-        def cost(rank: int) -> tuple[int, int, int, int, int]:
+        def cost(rank: int) -> tuple[bool, int, int, int, int, int]:
             view = views[rank]
             overloaded = view.in_flight - least_in_flight > slack
             own = view.pending_tokens + self._to_prefill(rank, prompt_tokens, b"" if overloaded else hashes)
             rotation = (rank - self._frontend_index) % len(views)
-            return max(own, maximum), own, view.in_flight, view.row_frees_in, rotation
+            full = view.in_flight >= self._rows
+            return full, max(own, maximum), own, view.in_flight, view.row_frees_in, rotation
 
         return min(candidates, key=cost)
 

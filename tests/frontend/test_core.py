@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from bus import messages as m
+from bus.config import Config
 from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
 from bus.wire import pack_floats, pack_ints, unpack_ints
 from frontend.core import FrontendCore
@@ -34,7 +35,7 @@ class Engine:
 
     def __init__(self) -> None:
         limits = ModelLimits(vocab_size=100, max_model_len=64, eos_token_ids=(2, 3))
-        self.core = FrontendCore(0, "least_loaded", 16, 30.0, limits, b"key")
+        self.core = FrontendCore(0, Config(), limits, b"key")
         self.sent: list[tuple[Peer, Any]] = []
         self.up: list[Any] = []
         self.numbers = [0, 0]

@@ -10,6 +10,7 @@ from bus.wire import pack_ints
 from frontend.routing import RankView, Router, Unroutable
 
 BLOCK = 16
+ROWS = 64
 
 
 def load(number: int = 1, acknowledged: int = 0, **fields: object) -> Load:
@@ -18,7 +19,7 @@ def load(number: int = 1, acknowledged: int = 0, **fields: object) -> Load:
 
 
 def router(*loads: Load, policy: str = "least_loaded", frontend: int = 0) -> Router:
-    router = Router(policy, frontend, BLOCK)
+    router = Router(policy, frontend, BLOCK, ROWS)
     for rank, report in enumerate(loads):
         router.ranks[rank] = RankView()
         router.ranks[rank].see_load(report)
@@ -36,6 +37,13 @@ def cache(router: Router, rank: int, names: bytes) -> None:
 def test_the_least_resulting_maximum_wins() -> None:
     busy = router(load(pending_prefill_tokens=500), load(pending_prefill_tokens=90), load(pending_prefill_tokens=100))
     assert busy.choose(50, b"", None) == (1, 50)
+
+
+def test_a_rank_without_a_free_row_comes_last() -> None:
+    full = router(load(running=40, waiting=24), load(running=63, pending_prefill_tokens=900))
+    assert full.choose(10, b"", None) == (1, 10)
+    both = router(load(running=64), load(running=64, pending_prefill_tokens=900))
+    assert both.choose(10, b"", None) == (0, 10)
 
 
 def test_cached_tokens_need_no_prefill() -> None:

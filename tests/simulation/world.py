@@ -257,7 +257,7 @@ class World:
             counters = Counters()
             return RankCore(name[1], config, self._load_scheduler(config, counters), counters)
         model = ModelLimits(VOCAB, limits_of(config).max_model_len, ())
-        return FrontendCore(0, config.routing, config.block_size, 30.0, model, bytes(32))
+        return FrontendCore(0, config, model, bytes(32))
 
     def _deliver(self, key: tuple[str, Name, Name]) -> None:
         bus, sender, addressee = key

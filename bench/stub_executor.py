@@ -1,0 +1,88 @@
+"""The executor process without the model: everything but the jitted calls. ``python -m bench.stub_executor``.
+
+Schedules are merged, rows set up, block tables, positions and padded arrays built as for the device; then each row that
+samples gets token 100. When it ends, it writes when each step was done and how many sequences it had to the file that
+BENCH_STEPS names.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bus import process
+from bus.config import Config
+from bus.links import Identity
+from bus.shell import Shell
+from executor.core import ExecutorCore
+from executor.kv_layout import KvLayout
+from executor.merge import Limits
+from executor.pipeline import Pipeline
+from executor.placement import Placement
+from executor.programs import bucket, sizes_up_to
+from executor.step import Int32, MergedStep, SampledStep
+
+VOCABULARY = 49_152
+TOKEN = 100
+
+
+class StubRunner:
+    """Does on the host what `executor.runner.Runner` does there."""
+
+    def __init__(self, config: Config, layout: KvLayout) -> None:
+        self._layout = layout
+        self._placement = Placement(1, config.ranks, config.max_num_seqs)
+        self._decode_sizes = sizes_up_to(self._placement.rows)
+        self.done: list[tuple[float, int, bool]] = []
+        """Per step: when it was done (monotonic), its sequences, and whether each of them has one token."""
+
+    def dispatch(self, step: MergedStep) -> tuple[MergedStep, Int32]:
+        for _ in self._placement.setup_pieces(step.setups) if step.setups else ():
+            pass
+        places = self._placement.place(step.rows)
+        size = bucket(self._decode_sizes, places.most)
+        tables = self._layout.tables(step)
+        self._placement.pack_batch(step, tables, places, size, self._layout.most_blocks)
+        indices = np.flatnonzero(step.samples).astype(np.int32)
+        if indices.size:
+            drawn = self._placement.place(step.rows[indices])
+            self._placement.pack_picks(step, places, indices, drawn, bucket(self._decode_sizes, drawn.most))
+        return step, indices
+
+    def collect(self, handle: tuple[MergedStep, Int32]) -> SampledStep:
+        step, indices = handle
+        tokens = np.full(step.rows.size, -1, np.int32)
+        tokens[indices] = TOKEN
+        self.done.append((time.monotonic(), step.rows.size, bool((step.num_tokens == 1).all())))
+        return SampledStep(tokens)
+
+
+def run(config: Config, me: Identity) -> None:
+    """Serve until SIGTERM."""
+    assert config.max_model_len is not None
+    layout = KvLayout(config, config.max_model_len, block_bytes=1, memory_bytes=1)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        vocab_size=VOCABULARY,
+        blocks_of_rank=[layout.blocks_of_rank(rank) for rank in range(config.ranks)],
+    )
+    runner = StubRunner(config, layout)
+    pipeline: Pipeline
+    shell = Shell(me, config, ExecutorCore(config, "stub", limits), lambda effect: pipeline.submit(effect))
+    pipeline = Pipeline(runner, shell.post)
+    shell.bind("step", config.step_endpoint())
+    for frontend in range(config.frontends):
+        shell.connect("command", config.command_endpoint(frontend), frontend)
+    signal.signal(signal.SIGTERM, lambda *_: shell.stop("the measurement is over"))
+    shell.run()
+    pipeline.stop(5)
+    Path(os.environ["BENCH_STEPS"]).write_text(json.dumps(runner.done))
+
+
+if __name__ == "__main__":
+    process.main("executor", run)

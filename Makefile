@@ -2,12 +2,13 @@
 # make test    set up what is missing and run the tests                (T=tests/bus runs some of them)
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
 # make lint    ruff and mypy
+# make bench-scheduler   time a step without the model, beside the peers
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz lint format clean
+.PHONY: serve test fuzz lint format clean bench-scheduler
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +34,10 @@ lint: $(SELF) $(DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+bench-scheduler: $(SELF)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.scheduler $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

@@ -65,6 +65,19 @@ class Driver:
             self._free[where[0]] += self.rows.pop(where).blocks
             self._random.shuffle(self._free[where[0]])
 
+    def history(self, where: Where) -> list[int]:
+        """A row's tokens as they are on the device (of one shard), up to where the host knows them."""
+        row = where[0] * self.config.max_num_seqs + where[1]
+        return np.asarray(self.runner._history)[0, row, : len(self.rows[where].tokens)].tolist()
+
+    def kv(self, where: Where) -> np.ndarray:
+        """What the KV cache (of one shard) holds of a row's computed tokens, [layers, tokens, …]."""
+        row = self.rows[where]
+        first = 1 + sum(self.runner.blocks_of_rank(rank) for rank in range(where[0]))
+        blocks = np.array(row.blocks, np.int32) + first
+        layers = [np.asarray(kv)[0, blocks] for group in self.runner._kv for kv in group]
+        return np.stack([layer.reshape(-1, *layer.shape[2:])[: row.computed] for layer in layers])
+
     def left(self, where: Where) -> int:
         """Known tokens of a row that are not computed."""
         row = self.rows[where]

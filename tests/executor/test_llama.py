@@ -165,6 +165,30 @@ def test_shards_part_the_ranks_and_change_nothing(driver: Driver, tiny_model: Pa
     assert found[0] == found[1]
 
 
+def test_padding_touches_no_row(driver: Driver) -> None:
+    """In steps of all sizes, with some of the rows and with all of them, none but a step's own rows changes."""
+    rows = [(rank, row) for rank in range(2) for row in range(4)]
+    for number, where in enumerate(rows):
+        driver.start(where, prompt_of(40 + number, seed=number), Sampling(seed=number, max_tokens=1, temperature=0.5))
+    for chosen, most in ((rows, 13), (rows[:1], 17), (rows[3:6], 9), (rows, 15), (rows, 16), (rows, 16)):
+        driver.step({where: count for where in chosen if (count := min(driver.left(where), most))})
+    for chosen in (rows[:3], rows[5:], rows[2:7], rows):
+        before = {where: driver.kv(where) for where in rows}
+        driver.step(dict.fromkeys(chosen, 1))
+        for where in rows:
+            length = before[where].shape[1]
+            np.testing.assert_array_equal(driver.kv(where)[:, :length], before[where])
+            assert driver.history(where) == driver.rows[where].tokens
+    for first, count in (((1, 3), 9), ((0, 0), 5)):  # 16 and 12 tokens in a program for 16, all rows in use
+        driver.start(first, prompt_of(count))
+        others = [where for where in rows if where != first]
+        before = {where: driver.kv(where) for where in others}
+        driver.step({where: count if where == first else 1 for where in rows})
+        for where in others:
+            np.testing.assert_array_equal(driver.kv(where)[:, : before[where].shape[1]], before[where])
+            assert driver.history(where) == driver.rows[where].tokens
+
+
 def test_the_next_turn_goes_on_from_what_was_kept(
     driver: Driver, tiny_model: Path, reference: Callable[[Path], Any]
 ) -> None:

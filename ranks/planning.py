@@ -138,6 +138,8 @@ class Planner:
             block_rows, block_ids = self._kv.grow(rows, lacking)
             self._block_rows.append(block_rows)
             self._block_ids += block_ids
+        if not counts.all():
+            rows, ends = rows[counts > 0], ends[counts > 0]  # accepted drafts may have filled blocks of the others
         self._kv.name_full(rows, np.minimum(ends, self._batch.known[rows]))
 
     def _make_room(self, row: int, lacking: int) -> int:

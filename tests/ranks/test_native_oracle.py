@@ -66,3 +66,11 @@ def test_of_requests_that_came_at_the_same_time_the_last_makes_room(oracles: Any
     with pytest.raises(Mismatch) as theirs:
         compare(trace, native(trace), oracles.make(LITTLE, corrected=False))
     assert theirs.value.right[0].preempted == (0,)
+
+
+def test_a_block_filled_by_drafts_is_named_when_its_request_runs_again(oracles: Any) -> None:
+    """Request 1 has all its drafts accepted, and then no token is left for it in the next step."""
+    settings = LITTLE._replace(num_blocks=12, max_model_len=24, max_num_batched_tokens=3, policy="fcfs")
+    first = Add((1, 2, 3), stream=0, max_tokens=20)
+    second = Add((2, 3, 6, 11, 6, 3), stream=2, max_tokens=20)
+    play(oracles, Trace(settings, (Turn(before=(first, second)), *[Turn(drafts=2)] * 20), seed=5))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from bus.config import Config
-from bus.core import Core, Event, Received
+from bus.core import Core, Event, Peer, Received
 from bus.journal import recorder
 from bus.journal.blocks import Damaged, frame
 from bus.journal.reader import Journal, Record, find_one
@@ -74,7 +74,7 @@ def files(folder: Path, limits: Limits = PLENTY) -> Files:
 def turn(number: int) -> Turn:
     """Something to record, of a size that depends on the number."""
     reason = f"{number} " * (number % 7 * 9)
-    peer = recorder.Peer("step", "executor", number, 1)
+    peer = Peer("step", "executor", number, 1)
     return Turn(0.25 * number, 1e9 + number, 1e-4, "down", peer, msgspec.Raw(ENCODER.encode(reason)), [])
 
 

@@ -5,13 +5,12 @@ import importlib.metadata
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from bus.buses import SCHEMA
 from bus.config import Config, ConfigError
-from bus.core import Core, Effect, Event, Peer
+from bus.core import Core, Effect, Event
 from bus.counters import Counters
 from bus.journal import blocks
 from bus.journal.records import ENCODER, Header, Plain, as_is, effect_parts, event_parts
@@ -45,8 +44,8 @@ class Recorder:
         self._writer = writer
         self._counters = counters
         self._plain = plain
-        self._effects: list[tuple[Peer | str, Any]] = []
-        self._event: tuple[Any, Any, Any] = (None, None, None)
+        self._effects: list[tuple[Effect, bytes | None]] = []
+        self._event: tuple[Event, bytes]
         self._at = 0.0
         self._first = 1
         self._count = 0
@@ -57,23 +56,34 @@ class Recorder:
     def begin(self, event: Event, body: bytes) -> None:
         """The core is given an event; `body` is that of the frame if it is one."""
         self._at = time.monotonic()
-        self._event = event_parts(event, body, self._plain)
+        self._event = event, body
 
     def effect(self, effect: Effect, body: bytes | None) -> None:
         """An effect was performed; `body` is that of the frame if one went out."""
-        self._effects.append(effect_parts(effect, body, self._plain))
+        self._effects.append((effect, body))
 
     def end(self, raised: str = "") -> None:
         """All effects of the event were performed, or `raised` ends the process."""
         now = time.monotonic()
-        kind, subject, data = self._event
-        self._add(ENCODER.encode((self._at, time.time(), now - self._at, kind, subject, data, self._effects, raised)))
-        self._effects = []
+        effects, self._effects = self._effects, []
+        try:
+            kind, subject, data = event_parts(*self._event, self._plain)
+            answers = [effect_parts(effect, body, self._plain) for effect, body in effects]
+            self._add(ENCODER.encode((self._at, time.time(), now - self._at, kind, subject, data, answers, raised)))
+        except Exception as error:
+            self._lose(error)
         if self._size >= BATCH_BYTES or now >= self._due:
             self._hand_over()
             self._due = now + BATCH_S
             if self._writer.files_begun > self._files_with_state and now >= self._next_state and not raised:
                 self._record_state(now)
+
+    def _lose(self, error: Exception) -> None:
+        """A record cannot be encoded: its number stays empty, which a reader will tell."""
+        self._hand_over()
+        self._first += 1
+        self._counters.add("journal_lost_records/encoding")
+        log.error("a record is lost: it cannot be encoded", record=self._first - 1, detail=str(error))
 
     def _record_state(self, now: float) -> None:
         self._next_state = now + STATE_RETRY_S

@@ -33,6 +33,8 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
     ) as engine:
         engine.start()
         engine.wait_ready()
+        for rank in (0, 1):  # a frontend is ready as soon as it has one
+            serve_again(engine, lambda client, rank=rank: tokens(client, [5], rank=rank))  # type: ignore[misc]
         yield engine
         engine.check_running()
 

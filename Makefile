@@ -3,12 +3,13 @@
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
+# make bench-replay      what the journal costs, and whether a mixed run replays
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz lint format clean bench-scheduler
+.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,6 +39,10 @@ lint: $(SELF) $(DEV)
 bench-scheduler: $(SELF)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.scheduler $(ARGS)
+
+bench-replay: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.replay $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

@@ -15,14 +15,15 @@ import numpy as np
 
 from bus import process
 from bus.config import Config
+from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.shell import Shell
-from executor.core import ExecutorCore
 from executor.kv_layout import KvLayout
 from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.placement import Placement
 from executor.programs import bucket, sizes_up_to
+from executor.replay import Construction, build, plain
 from executor.step import Int32, MergedStep, SampledStep
 
 VOCABULARY = 49_152
@@ -73,7 +74,9 @@ def run(config: Config, me: Identity) -> None:
     )
     runner = StubRunner(config, layout)
     pipeline: Pipeline
-    shell = Shell(me, config, ExecutorCore(config, "stub", limits), lambda effect: pipeline.submit(effect))
+    construction = Construction("stub", limits)
+    recorder = journal.start(config, me, construction, plain)
+    shell = Shell(me, config, build(config, construction), lambda effect: pipeline.submit(effect), recorder)
     pipeline = Pipeline(runner, shell.post)
     shell.bind("step", config.step_endpoint())
     for frontend in range(config.frontends):

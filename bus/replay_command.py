@@ -17,7 +17,7 @@ from bus.journal.reader import Journal, JournalError, Record, find_one
 from bus.journal.recorder import code_version
 from bus.journal.records import Header, Turn
 from bus.journal.state import StateError, restore
-from bus.replay import Difference, Replay, names_of
+from bus.replay import Difference, Replay, Subject, names_of
 
 SUBJECTS = {
     "frontend": "frontend.replay:subject",
@@ -100,9 +100,7 @@ def replay(
     Raises:
         JournalError: there is nowhere to begin, or this code cannot replay it.
     """
-    where = SUBJECTS[header.role] if run_model or header.role != "executor" else WITHOUT_MODEL
-    module, function = where.split(":")
-    subject = getattr(importlib.import_module(module), function)(header)
+    subject = subject_of(header, run_model)
     first = _first(journal, begin)
     run = Replay(header, subject, names_of(journal) if header.redacted else None)
     tracker = Tracker()
@@ -127,6 +125,14 @@ def replay(
         if difference is not None:
             return Outcome(events, frames, record, difference)
     return Outcome(events, frames, summary=subject.summary() if subject.summary else "")
+
+
+def subject_of(header: Header, run_model: bool = True) -> Subject:
+    """The recorded core, as it began; an executor's with the model unless `run_model` is false."""
+    where = SUBJECTS[header.role] if run_model or header.role != "executor" else WITHOUT_MODEL
+    module, function = where.split(":")
+    subject: Subject = getattr(importlib.import_module(module), function)(header)
+    return subject
 
 
 def _first(journal: Journal, begin: int | None) -> int:

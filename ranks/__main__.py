@@ -11,6 +11,7 @@ from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
 from bus.messages import KvPool
+from bus.model_files import ModelError, ModelFacts
 from bus.shell import Shell
 from ranks.core import RankCore
 from ranks.replay import Construction, NativeSchedulers
@@ -28,7 +29,7 @@ def run(config: Config, me: Identity) -> None:
     begin = time.monotonic()
     counters = Counters()
     build = _load_scheduler(config, counters)
-    model = model_files.read(model_files.resolve(config).folder) if config.journals("rank") else None
+    model = _model(config) if config.journals("rank") else None
     core = RankCore(me.index, config, build, counters)
     recorder = journal.start(
         config, me, Construction(), model=model, core=core if config.scheduler == "native" else None
@@ -50,6 +51,14 @@ def _load_scheduler(config: Config, counters: Counters) -> Callable[[KvPool], Sc
     from ranks.vllm_loading import load
 
     return load(config, counters)
+
+
+def _model(config: Config) -> ModelFacts | None:
+    """What the model says of itself, for the journal; a rank needs no model, and may run where there is none."""
+    try:
+        return model_files.read(model_files.resolve(config).folder)
+    except ModelError:
+        return None
 
 
 def _perform(effect: object) -> None:

@@ -1,0 +1,195 @@
+"""What the journal costs and how fast a rank replays, then a mixed run that all processes replay: `make bench-replay`.
+
+The cost is the CPU time, that of the writing thread included, of recording once more what the processes of the stub
+workload (`bench.scheduler`: 2 × 256 requests, steady decode) recorded. The mixed run has the real model, all kinds of
+requests, and a rank that is killed. The figures go to bench/results/replay.json.
+"""
+
+import argparse
+import gc
+import json
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from bench.scheduler import ROOT
+from bench.scheduler import Engine as StubEngine
+from bus import model_files
+from bus.config import load
+from bus.core import Core, Event, Send
+from bus.journal import recorder
+from bus.journal.reader import Journal, Record, find
+from bus.links import Identity
+from bus.messages import PartialSchedule
+from bus.replay import EventReader, Replay, Subject, config_of
+from bus.replay_command import replay, subject_of
+from tests.engine import Engine
+from tests.process.test_journal import run_traffic, wait_for_ranks
+
+RESULTS = ROOT / "bench" / "results" / "replay.json"
+STEPS = 800
+STREAMS, STREAM_TOKENS = 16, 128
+
+
+class Given(NamedTuple):
+    """What the shell gave a recorder for one event."""
+
+    event: Event
+    body: bytes
+    effects: list[tuple[Any, bytes | None]]
+
+
+class Watched:
+    """A core, and what it answered last."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.effects: list[Any] = []
+
+    def handle(self, event: Event) -> list[Any]:
+        self.effects = list(self._core.handle(event))
+        return self.effects
+
+
+def given(journal: Journal) -> list[Given]:
+    """What the recorder of this journal was given."""
+    header = journal.header()
+    subject: Subject = subject_of(header, run_model=False)
+    watched = Watched(subject.core)
+    run = Replay(header, subject._replace(core=watched))
+    events = EventReader(header.role, subject.posted)
+    found = []
+    for record in journal.records():
+        assert isinstance(record, Record)
+        assert run.feed(record.turn) is None
+        turn = record.turn
+        body = msgspec.msgpack.decode(turn.data) if turn.kind == "received" else b""
+        bodies = [
+            msgspec.msgpack.decode(told.data) if isinstance(effect, Send) else None
+            for effect, told in zip(watched.effects, turn.effects, strict=True)
+        ]
+        found.append(Given(events.event(turn), body, list(zip(watched.effects, bodies, strict=True))))
+    return found
+
+
+def cost_us(journal: Journal, steps: int) -> float:
+    """Microseconds of CPU per step of recording all that is in a journal; the median of 5."""
+    header = journal.header()
+    all_given = given(journal)
+    plain = subject_of(header, run_model=False).plain
+    costs = []
+    gc.freeze()
+    for _ in range(5):
+        with tempfile.TemporaryDirectory(prefix="rb-") as folder:
+            config = msgspec.structs.replace(config_of(header), journal="on", journal_dir=folder)
+            again = recorder.start(config, Identity(header.role, header.index, 1), msgspec.Raw(b"\x80"), plain)
+            assert again is not None
+            begin = time.process_time()
+            for event, body, effects in all_given:
+                again.begin(event, body)
+                for effect in effects:
+                    again.effect(*effect)
+                again.end()
+            again.close()
+            costs.append((time.process_time() - begin) / steps * 1e6)
+    gc.unfreeze()
+    return statistics.median(costs)
+
+
+def stub_workload(folder: Path) -> tuple[dict[str, float], float]:
+    """Cost in microseconds per step of each process; steps per second at which rank 0 replays."""
+    engine = StubEngine(ranks=2, max_num_seqs=256, async_depth=2, journal="on", journal_dir=str(folder))
+    engine.wait_for_ranks()
+    (client,) = engine.clients(1, 512, 1, "--max-tokens", str(STEPS))
+    client.communicate()
+    steps = len(engine.close())
+    journals = {journal.process: journal for journal in find([str(folder)])}
+    costs = {name: cost_us(journal, steps) for name, journal in journals.items()}
+    rank = journals["rank-0"]
+    begin = time.perf_counter()
+    outcome = replay(rank, rank.header())
+    seconds = time.perf_counter() - begin
+    assert outcome.difference is None
+    schedules = sum(
+        isinstance(effect, Send) and isinstance(effect.message, PartialSchedule)
+        for one in given(rank)
+        for effect, _ in one.effects
+    )
+    return costs, schedules / seconds
+
+
+def tokens_per_s(engine: Engine) -> float:
+    """Of 16 streams at once."""
+    from frontend.client import Client
+
+    with Client(engine.config.client_endpoint(0), 600.0) as client:
+        params = {"text_output": False, "ignore_eos": True, "temperature": 0.0, "n": STREAMS}
+        begin = time.perf_counter()
+        client.complete([1, 2, 3, 4, 5], max_tokens=STREAM_TOKENS, **params)
+        return STREAMS * STREAM_TOKENS / (time.perf_counter() - begin)
+
+
+def mixed_run(folder: Path, seconds: float) -> tuple[int, int, dict[str, float]]:
+    """Differences and frames of the replays of all processes; tokens per second with the journal on and off."""
+    settings = load()
+    model = model_files.resolve(settings).folder
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_blocks": 64}
+    rates = {}
+    for journal in ("off", "on"):
+        with Engine(model, settings.cache_path, journal=journal, journal_dir=str(folder), **limits) as engine:
+            engine.start()
+            engine.wait_ready(600.0)  # all programs may have to be compiled
+            wait_for_ranks(engine)
+            tokens_per_s(engine)
+            rates[journal] = tokens_per_s(engine)
+            until = time.monotonic() + seconds
+            while journal == "on" and time.monotonic() < until:
+                run_traffic(engine)
+                engine.restart("rank-1", by=signal.SIGKILL)
+                wait_for_ranks(engine)
+            engine.stop()
+    differences = frames = 0
+    for one in find([str(folder)]):
+        outcome = replay(one, one.header())
+        assert outcome.damage is None or outcome.damage.last is None, (
+            outcome.damage
+        )  # a killed process may cut its last
+        differences += outcome.difference is not None
+        frames += outcome.frames
+    return differences, frames, rates
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of the mixed run")
+    options = parser.parse_args(arguments)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="rb-") as name, console.status("2 × 256 without the model"):
+        costs, rank_steps_per_s = stub_workload(Path(name))
+    for process, cost in costs.items():
+        console.print(f"{process}: {cost:.1f} µs of CPU per step")
+    console.print(f"A rank replays {rank_steps_per_s:,.0f} steps per second at 256 running requests")
+    with tempfile.TemporaryDirectory(prefix="rb-") as name, console.status("the mixed run, and its replay"):
+        differences, frames, rates = mixed_run(Path(name), options.seconds)
+    console.print(f"{differences} processes replay with a difference; {frames} frames compared; tokens per s: {rates}")
+    RESULTS.parent.mkdir(exist_ok=True)
+    figures = {
+        "differences": differences,
+        "frames": frames,
+        "rank_steps_per_s": rank_steps_per_s,
+        "overhead_us_per_step": max(costs.values()),
+        "overhead_percent": 100 * (1 - rates["on"] / rates["off"]),
+    }
+    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+    console.print(f"Written to {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -73,8 +73,8 @@ class Reference:
     def check_greedy(self, prompt: list[int], output: list[int]) -> None:
         """Fail unless each output token is the most likely after what is before it, but for counted ties."""
         with self._torch.no_grad():
-            logits = self._model(self._torch.tensor([prompt + output])).logits[0]
-        scores = logits[len(prompt) - 1 : -1].numpy()
+            kept = self._model(self._torch.tensor([prompt + output]), logits_to_keep=len(output) + 1)
+        scores = kept.logits[0, :-1].numpy()
         best = scores.max(axis=-1)
         chosen = scores[np.arange(len(output)), output]
         gaps = best - chosen

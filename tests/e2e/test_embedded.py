@@ -63,9 +63,12 @@ def test_greedy_tokens_are_those_of_transformers(engine: Engine, reference: Refe
     before = metrics(engine, "rankbus_rank_scheduler_scheduled_tokens_total")
     outputs = asyncio.run(complete_all(endpoint, asked, temperature=0.0, max_tokens=16, ignore_eos=True))
     again = asyncio.run(complete_all(endpoint, asked[-8:], temperature=0.0, max_tokens=16, ignore_eos=True))
-    for prompt, output in zip([*asked, *asked[-8:]], [*outputs, *again], strict=True):
+    for prompt, output in zip(asked, outputs, strict=True):
         assert len(output) == 16
         reference.check_greedy(prompt, output)
+    for prompt, first, second in zip(asked[-8:], outputs[-8:], again, strict=True):
+        if second != first:  # only a tie may do that
+            reference.check_greedy(prompt, second)
     assert reference.ties <= reference.positions // 1000 + 1
     print(f"{reference.positions} positions, {reference.ties} ties")
     after = metrics(engine, "rankbus_rank_scheduler_scheduled_tokens_total")

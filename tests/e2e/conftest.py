@@ -54,6 +54,7 @@ class Reference:
     """HF transformers on the same float32 weights."""
 
     TIE = 1e-4
+    BATCH_TOKENS = 1500
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -64,23 +65,43 @@ class Reference:
         self.positions = 0
         self.ties = 0
 
+    def logits(self, sequences: list[tuple[list[int], list[int]]]) -> Iterator[tuple[int, np.ndarray]]:
+        """For each (prompt, output), by its index: the scores [len(output), vocabulary] of each place of `output`.
+
+        Sequences of like lengths run together, padded on the right, where padding is not seen.
+        """
+        order = sorted(range(len(sequences)), key=lambda index: sum(map(len, sequences[index])))
+        while order:
+            group = order[:1]
+            for index in order[1:]:
+                if (len(group) + 1) * sum(map(len, sequences[index])) > self.BATCH_TOKENS:
+                    break
+                group.append(index)
+            del order[: len(group)]
+            tokens = self._torch.zeros((len(group), sum(map(len, sequences[group[-1]]))), dtype=self._torch.long)
+            for line, index in enumerate(group):
+                sequence = [*sequences[index][0], *sequences[index][1]]
+                tokens[line, : len(sequence)] = self._torch.tensor(sequence)
+            with self._torch.no_grad():
+                hidden = self._model.model(tokens).last_hidden_state
+                for line, index in enumerate(group):
+                    prompt, output = sequences[index]
+                    first = len(prompt) - 1
+                    yield index, self._model.lm_head(hidden[line, first : first + len(output)]).numpy()
+
     def logprobs(self, prompt: list[int], output: list[int]) -> np.ndarray:
         """Log-probabilities [len(output), vocabulary] of what comes at each place of `output`."""
-        with self._torch.no_grad():
-            logits = self._model(self._torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        return np.asarray(self._torch.log_softmax(logits.float(), dim=-1).numpy())
+        ((_, logits),) = self.logits([(prompt, output)])
+        return np.asarray(self._torch.log_softmax(self._torch.from_numpy(logits), dim=-1).numpy())
 
-    def check_greedy(self, prompt: list[int], output: list[int]) -> None:
+    def check_greedy(self, sequences: list[tuple[list[int], list[int]]]) -> None:
         """Fail unless each output token is the most likely after what is before it, but for counted ties."""
-        with self._torch.no_grad():
-            kept = self._model(self._torch.tensor([prompt + output]), logits_to_keep=len(output) + 1)
-        scores = kept.logits[0, :-1].numpy()
-        best = scores.max(axis=-1)
-        chosen = scores[np.arange(len(output)), output]
-        gaps = best - chosen
-        assert (gaps < self.TIE).all(), f"prompt of {len(prompt)}: token {int(gaps.argmax())} is {gaps.max()} below"
-        self.positions += len(output)
-        self.ties += int((scores.argmax(axis=-1) != np.asarray(output)).sum())
+        for index, scores in self.logits(sequences):
+            prompt, output = sequences[index]
+            gaps = scores.max(axis=-1) - scores[np.arange(len(output)), output]
+            assert (gaps < self.TIE).all(), f"prompt of {len(prompt)}: token {int(gaps.argmax())} is {gaps.max()} below"
+            self.positions += len(output)
+            self.ties += int((scores.argmax(axis=-1) != np.asarray(output)).sum())
 
 
 @pytest.fixture(scope="session")

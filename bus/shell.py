@@ -89,7 +89,7 @@ class Shell:
         dialer = Dialer(bus, self._me, codec, self._counters, self._timing, index)
         socket = self._open(zmq.DEALER, dialer)
         socket.setsockopt(zmq.IDENTITY, dialer.routing_id)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Not IMMEDIATE: with it, libzmq drops what has come and was not read when a connection ends, Goodbye above all.
         socket.connect(endpoint)
 
     def post(self, value: Any) -> None:

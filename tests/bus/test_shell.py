@@ -42,6 +42,9 @@ class Recorder:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
+        if isinstance(event, Posted) and isinstance(event.value, threading.Event):
+            event.value.wait(DEADLINE_S)  # busy until the test says otherwise
+            return []
         return [event.value] if isinstance(event, Posted) else []
 
     def wait_for_count(self, name: str, count: int) -> None:
@@ -351,3 +354,20 @@ def test_what_is_posted_after_the_end_is_for_nobody_and_harms_nothing(tmp_path: 
     with (tmp_path / "other").open("wb"):  # takes the lowest free descriptor
         shell.post("late")
     assert (tmp_path / "other").stat().st_size == 0
+
+
+@pytest.mark.parametrize("leaving", ["executor", "rank"])
+def test_an_orderly_end_is_known_at_once_even_if_it_came_while_busy(config: Config, start: Any, leaving: str) -> None:
+    """Long before the heartbeat would tell, on both sides, and though the connection is gone when Goodbye is read."""
+    processes = {"executor": start("executor", 1), "rank": start("rank", 1)}
+    for process in processes.values():
+        process.core.wait(up)
+    ending = processes.pop(leaving)
+    (other,) = processes.values()
+    busy = threading.Event()
+    other.shell.post(busy)
+    ending.end()
+    began = time.monotonic()
+    busy.set()
+    other.core.wait(downs)
+    assert time.monotonic() - began < config.heartbeat_timeout_s / 2

@@ -318,9 +318,8 @@ class Client:
         return arrived
 
     def _flush(self) -> None:
-        if self._socket.poll(0, zmq.POLLOUT):  # without a connection, what there is to send is kept
-            for parts in self._conversation.frames():
-                self._socket.send_multipart(parts)
+        for parts in self._conversation.frames():
+            self._socket.send_multipart(parts)
 
 
 class AsyncClient:
@@ -331,7 +330,6 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._plain: zmq.Socket[bytes] = zmq.Socket(self._socket)  # the same socket, to ask without awaiting
         _set_up(self._socket, self._conversation, endpoint)
         self._news = asyncio.Condition()
         self._receiver = asyncio.create_task(self._receive())
@@ -412,9 +410,8 @@ class AsyncClient:
                     self._news.notify_all()
 
     async def _flush(self) -> None:
-        if self._plain.poll(0, zmq.POLLOUT):
-            for parts in self._conversation.frames():
-                await self._socket.send_multipart(parts)
+        for parts in self._conversation.frames():
+            await self._socket.send_multipart(parts)
 
 
 def _params(params: dict[str, Any]) -> GenerateParams:
@@ -466,5 +463,6 @@ def _reply(reply: Reply | EngineError | None) -> Reply:
 def _set_up(socket: Any, conversation: _Conversation, endpoint: str) -> None:
     socket.setsockopt(zmq.IDENTITY, conversation.routing_id)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.SNDHWM, 0)  # while there is no frontend, a Hello a second waits; sending must not block
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(endpoint)

@@ -1,15 +1,18 @@
-"""Speed of the bare model step, and start-up times: ``python bench/step.py [MODEL_FOLDER]``.
+"""Speed of the bare model step, and start-up times: ``python bench/step.py MODEL_FOLDER``.
 
-Decode at several numbers of sequences (contexts of about 200) with steps in flight as the executor keeps them, and
-prefill; greedy. Nothing but this should run on the machine.
+Decode at several numbers of sequences (contexts of about 200), with two steps in flight as the executor keeps them, and
+prefill. Beside each the GEMM-only bound: the step's matrix products alone, measured right after it, so that the ratio
+means something on a machine that is shared. Of each the fastest stretch counts.
 """
 
 import argparse
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -22,6 +25,7 @@ from executor.step import MergedStep, RowSetup
 PROMPT = 150
 STEPS = 60
 DEPTH = 2
+GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 class Load:
@@ -81,7 +85,7 @@ def prefill(runner: Runner, config: Config, prompt: int) -> float:
     """Tokens per second of a prompt, in chunks of `max_num_batched_tokens`."""
     best = 0.0
     for _ in range(3):
-        load = Load(runner, config, 1, prompt, Sampling(seed=0, max_tokens=1, temperature=0.0))
+        load = Load(runner, config, 1, prompt, GREEDY)
         started = time.perf_counter()
         for start in range(0, prompt, config.max_num_batched_tokens):
             size = min(config.max_num_batched_tokens, prompt - start)
@@ -91,11 +95,37 @@ def prefill(runner: Runner, config: Config, prompt: int) -> float:
     return best
 
 
+def gemm_bound(runner: Runner, tokens: int, logits: int) -> float:
+    """Tokens per second of a step of so many tokens, `logits` of which go through the head, by its products alone."""
+
+    def products(layers: Any, embedding: jax.Array, x: jax.Array) -> jax.Array:
+        by_width = {x.shape[1]: x}
+        for group in layers:
+            for layer in group:
+                for matrix in layer:
+                    if matrix.ndim == 2:
+                        inputs, outputs = matrix.shape
+                        given = by_width.get(inputs, jnp.ones((tokens, inputs), x.dtype))
+                        by_width[outputs] = (given @ matrix) * 1e-3
+        return by_width[x.shape[1]][:logits] @ embedding.T
+
+    embedding = next(leaf for leaf in runner._outer if leaf.shape[0] == runner.vocab_size)
+    compiled = jax.jit(products)
+    x = jnp.ones((tokens, embedding.shape[1]), embedding.dtype)
+    times = []
+    for _ in range(8):
+        started = time.perf_counter()
+        compiled(runner._layers, embedding, x).block_until_ready()
+        times.append(time.perf_counter() - started)
+    return tokens / min(times[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache-dir", default="~/.cache/rankbus")
     parser.add_argument("--sequences", type=int, nargs="*", default=[1, 16, 64])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048])
     arguments = parser.parse_args()
     config = Config(max_model_len=4096, num_blocks=1200, cache_dir=arguments.cache_dir)
     progress = show(Console(stderr=True))
@@ -105,11 +135,17 @@ def main() -> None:
     runner.warm_up(progress)
     print(f"load {loaded - started:.1f} s, programs {time.perf_counter() - loaded:.1f} s, on {jax.devices()[0]}")
     for count in arguments.sequences:
-        greedy = decode(runner, config, count, Sampling(seed=0, max_tokens=1, temperature=0.0))
+        greedy = decode(runner, config, count, GREEDY)
+        bound = gemm_bound(runner, count, count)
         drawn = decode(runner, config, count, Sampling(seed=0, max_tokens=1, temperature=0.8, top_p=0.9))
-        print(f"decode {count:3d} sequences: greedy {greedy:6.1f} tok/s, top-p {drawn:6.1f} tok/s")
-    for prompt in (100, 512, 2048):
-        print(f"prefill {prompt:5d} tokens: {prefill(runner, config, prompt):7.1f} tok/s")
+        print(
+            f"decode {count:3d} sequences: greedy {greedy:6.1f} tok/s, top-p {drawn:6.1f} tok/s, products alone "
+            f"{bound:6.1f} tok/s: {greedy / bound:.0%}"
+        )
+    for prompt in arguments.prompts:
+        speed = prefill(runner, config, prompt)
+        bound = gemm_bound(runner, min(prompt, config.max_num_batched_tokens), 1)
+        print(f"prefill {prompt:5d} tokens: {speed:7.1f} tok/s, products alone {bound:7.1f} tok/s: {speed / bound:.0%}")
 
 
 if __name__ == "__main__":

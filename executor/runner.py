@@ -29,9 +29,9 @@ from executor.step import Float32, Int32, MergedStep, RowSetup, SampledStep
 SMALLEST_MIXED = 16
 """Tokens of the smallest program for steps in which a sequence has more than one token."""
 
-MOST_LAYERS = 8
-"""Layers in one program on a CPU, at most. All layers in one take 5 times as long to compile, and to load from the
-cache; a call costs 0.1 ms. (On a TPU all layers are one program.)"""
+MOST_LAYERS = 3
+"""Layers in one program on a CPU, at most. With all 30 of the embedded model in one, a start from the cache takes twice
+the time; a call costs 0.1 ms. (On a TPU all layers are one program.)"""
 
 
 class _Drawn(NamedTuple):

@@ -1,5 +1,6 @@
 """How far long work has come, told to whoever waits for it."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -43,7 +44,7 @@ def _logged() -> Progress:
 
     def write(what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total or now - shown.get(what, now - _LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+        if done >= total or now - shown.get(what, -math.inf) >= _LOG_INTERVAL_S:
             shown[what] = now
             log.info(what, percent=round(100 * done / max(total, 1)))
 

@@ -1,10 +1,12 @@
 """Progress as it is drawn on a terminal, and as it is logged elsewhere."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
+from bus import log
 from executor.progress import show
 
 
@@ -21,10 +23,9 @@ def test_a_terminal_gets_a_bar_for_each_kind_of_work() -> None:
 
 
 def test_elsewhere_only_the_start_and_the_end_of_quick_work_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("executor", 0, 1, "info")
     told = show(Console(file=io.StringIO()))
     for done in range(101):
         told("loading weights", done, 100)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "loading weights" in line]
-    assert len(lines) == 2
-    assert "percent=0" in lines[0]
-    assert "percent=100" in lines[1]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["percent"]) for line in lines] == [("loading weights", 0), ("loading weights", 100)]

@@ -1,7 +1,6 @@
 """The runner's promises besides model and sampling: memory, places, and that nothing is compiled while serving."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from bus import log
 from bus.config import Config, ConfigError
 from bus.messages import Sampling
 from bus.model_files import ModelError
@@ -76,8 +76,10 @@ def test_nothing_is_compiled_after_the_warm_up(tiny_model: Path, engine_cache: P
 START = """
 import sys
 from pathlib import Path
+from bus import log
 from tests.executor.driving import Driver
 
+log.configure("executor", 0, 1, "info")
 driver = Driver(Path(sys.argv[1]), Path(sys.argv[2]), ranks=1, max_num_seqs=1, max_num_batched_tokens=16)
 driver.runner.warm_up(lambda *_: None)
 driver.start((0, 0), [5, 6, 7])
@@ -90,9 +92,10 @@ def test_the_second_start_takes_all_programs_from_the_cache(tiny_model: Path, tm
     for _ in range(2):
         arguments = [sys.executable, "-c", START, str(tiny_model), str(tmp_path / "cache")]
         done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=100)
-        assert "a program was compiled while serving" not in done.stdout
-        (shown,) = re.findall(r"programs ready.*compiled=(\d+)", done.stdout)
-        compiled.append(int(shown))
+        lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+        assert "a program was compiled while serving" not in [line["event"] for line in lines]
+        (ready,) = (line for line in lines if line["event"] == "programs ready")
+        compiled.append(ready["compiled"])
     assert compiled[0] > 5
     assert compiled[1] == 0
 
@@ -101,11 +104,12 @@ def test_a_program_that_was_not_compiled_ahead_is_an_error_in_the_log(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver = Driver(tiny_model, tmp_path, ranks=1, max_num_seqs=1, max_num_batched_tokens=16)
+    log.configure("executor", 0, 1, "info")
     programs = driver.runner._programs
     programs.compile_all(lambda *_: None)  # nothing was traced, so nothing is ready
     driver.start((0, 0), [5])
     assert driver.prefill((0, 0)) >= 0
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "a program was compiled while serving" in shown
     assert "decode layers" in shown
 

@@ -2,8 +2,8 @@
 
 Real processes and sockets: ranks with the native scheduler, the executor with its jitted calls replaced
 (`bench.stub_executor`), a frontend's core and buses (`bench.bus_frontend`), and clients that read every token
-(`bench.streams`). A step's time is that from one step's end to the next one's, with every request decoding: schedule,
-send, merge, split, send, update, on all ranks, outputs to the frontend and load reports included.
+(`bench.streams`). A step's time is that in which every request advances by one token: schedule, send, merge, split,
+send, update, on all ranks, outputs to the frontend and load reports included.
 
 The table is printed; the figures go to bench/results/scheduler.json.
 """
@@ -42,6 +42,7 @@ PEER = "tpu-inference==0.32.0"
 SIZES = ((2, 16), (2, 64), (2, 256), (2, 1024), (8, 32))
 SKIP, STEPS = 100, 600
 CHURN_TOKENS = 20
+MAX_TOKENS = 3900
 READY_S = 30.0
 
 
@@ -50,7 +51,8 @@ class Engine:
 
     def __init__(self, **settings: Any) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rb-"))
-        limits = {"max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": 20_000 * settings["ranks"]}
+        blocks = settings["ranks"] * settings["max_num_seqs"] * 4096 // 16  # nobody is preempted
+        limits = {"max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": blocks}
         self.config = Config(run_dir=str(self._folder / "run"), **(limits | settings))
         self.config.run_path.mkdir(mode=0o700)
         (self._folder / "config.toml").write_text(to_toml(self.config))
@@ -113,14 +115,20 @@ def figures(times_ms: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, floa
     }
 
 
-def step_times(steps: list[tuple[float, int, bool]], at_least: int, decode_only: bool) -> dict[str, float]:
-    """Figures over the steps of at least so many sequences that follow one another."""
-    full = np.array([size >= at_least and (one or not decode_only) for _, size, one in steps])
+def step_times(steps: list[tuple[float, int, bool]], total: int, told: str) -> dict[str, float]:
+    """Figures of the times in which `total` sequences advance by one token, once all streams have begun.
+
+    With every rank in every merged step, that is the time from one step to the next; if ranks run in turns, it is the
+    time of all their turns. `told` is what the client printed.
+    """
+    client = json.loads(told)
     ends = np.array([end for end, _, _ in steps])
-    both = full[1:] & full[:-1]
-    times = np.diff(ends)[both][SKIP : SKIP + STEPS]
-    if times.size < STEPS // 2:
-        raise SystemExit(f"only {times.size} full steps of {at_least}; the load did not reach the engine")
+    done = np.cumsum([size for _, size, _ in steps]) / total
+    within = (ends > client["all_begun"]) & (ends < client["end"])
+    whole = np.arange(np.ceil(done[within][0]), np.floor(done[within][-1]))
+    times = np.diff(np.interp(whole, done, ends))[SKIP : SKIP + STEPS]
+    if times.size < STEPS // 4:
+        raise SystemExit(f"only {times.size} steps while all streams were open; let the clients run longer")
     return figures(times * 1e3)
 
 
@@ -129,26 +137,26 @@ def steady(ranks: int, rows: int, depth: int) -> tuple[dict[str, float], dict[st
     engine = Engine(ranks=ranks, max_num_seqs=rows, async_depth=depth)
     engine.wait_for_ranks()
     total = ranks * rows
-    (client,) = engine.clients(1, total, 1, "--max-tokens", str(SKIP + STEPS + 200))
-    client.communicate()
-    return step_times(engine.close(), total, decode_only=True), wire_bytes(rows)
+    (client,) = engine.clients(1, total, 1, "--max-tokens", str(MAX_TOKENS))
+    told, _ = client.communicate()
+    return step_times(engine.close(), total, told), wire_bytes(rows)
 
 
 def churn(ranks: int, rows: int) -> dict[str, float]:
     """Step times with 5% of the requests ending in each step, and as many beginning."""
     engine = Engine(ranks=ranks, max_num_seqs=rows + rows // 8, async_depth=1)
     engine.wait_for_ranks()
-    options = ("--max-tokens", str(CHURN_TOKENS), "--again", "--seconds", "12")
+    options = ("--max-tokens", str(CHURN_TOKENS), "--again", "--seconds", "8")
     (client,) = engine.clients(1, ranks * rows, 1, *options)
-    client.communicate()
-    return step_times(engine.close(), int(0.9 * ranks * rows), decode_only=False)
+    told, _ = client.communicate()
+    return step_times(engine.close(), ranks * rows, told)
 
 
 def client_tokens_per_s() -> float:
     """Tokens per second that 1,024 streams over 16 connections in 2 processes receive, two steps in flight."""
     engine = Engine(ranks=2, max_num_seqs=512, async_depth=2)
     engine.wait_for_ranks()
-    clients = engine.clients(2, 1024, 16, "--max-tokens", "1500")
+    clients = engine.clients(2, 1024, 16, "--max-tokens", str(MAX_TOKENS))
     counted = [json.loads(client.communicate()[0])["counts"] for client in clients]
     engine.close()
     begin = max(counts[len(counts) // 5][0] for counts in counted)

@@ -1,7 +1,7 @@
 """A client process that keeps many token streams open: ``python -m bench.streams ENDPOINT --streams 512 …``.
 
 Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another. It ends
-when every stream has finished, or after ``--seconds``, and prints what it counted as JSON.
+when every stream has finished, or ``--seconds`` after every stream has begun, and prints what it counted as JSON.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
     arguments = parser.parse_args()
 
     context = zmq.Context()
@@ -95,7 +95,8 @@ def main() -> None:
         open_streams += 1
     tokens = 0
     counts: list[tuple[float, int]] = []
-    until = time.monotonic() + arguments.seconds
+    silent = {f"{arguments.first}-{number}" for number in range(arguments.streams)}
+    all_begun = until = float("inf")
     while open_streams and time.monotonic() < until:
         for socket, _ in poller.poll(100):
             connection = by_socket[socket]
@@ -103,6 +104,11 @@ def main() -> None:
             if isinstance(message, TokenDeltas):
                 tokens += message.tokens.nbytes // 4
                 counts.append((time.monotonic(), tokens))
+                if silent:
+                    silent.difference_update(message.request_ids)
+                    if not silent:
+                        all_begun = time.monotonic()
+                        until = all_begun + arguments.seconds
             elif isinstance(message, Finished):
                 if arguments.again:
                     start(connection, arguments.max_tokens)
@@ -110,7 +116,8 @@ def main() -> None:
                     open_streams -= 1
             elif isinstance(message, Error):
                 raise SystemExit(f"refused: {message.message}")
-    print(json.dumps({"counts": counts[:: max(1, len(counts) // 2000)], "tokens": tokens}))
+    thinned = counts[:: max(1, len(counts) // 2000)]
+    print(json.dumps({"counts": thinned, "all_begun": all_begun, "end": time.monotonic()}))
     context.destroy(linger=0)
 
 

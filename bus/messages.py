@@ -709,7 +709,6 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------------------------------------------------
 # Who may send what: one union per direction
 
-LINK = Hello | Welcome | Heartbeat | Goodbye | Error
 CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
 FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | Finished | Reply
 FRONTEND_TO_ENGINE = Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | AbortRequests | CommandRequest

@@ -59,7 +59,7 @@ class NativeScheduler:
         self._config = config
         self._grammars = Grammars(config)
         self._pool = pool
-        self._checks = Checks(pool)
+        self._checks = Checks(pool, pool.num_blocks)
         max_len = self._checks.max_len
         self._blocks = BlockPool(pool.num_blocks, config.enable_prefix_caching)
         self._batch = Batch(config.max_num_seqs, max_len, -(-max_len // pool.block_size))

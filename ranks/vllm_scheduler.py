@@ -42,8 +42,8 @@ from bus.messages import (
     StepResult,
 )
 from bus.prefix import block_hashes, split_hashes
-from bus.sampling import fault_of
 from bus.wire import pack_ints, unpack_ints
+from ranks.checks import Checks
 from ranks.kv_names import KvNames
 from ranks.outbox import Outbox, by_id
 from ranks.rows import Rows
@@ -153,8 +153,8 @@ class VllmScheduler:
         self._engine = engine
         self._counters = counters
         self._usable_blocks = pool.num_blocks - 1
-        self._max_model_len = min(pool.max_model_len, self._usable_blocks * pool.block_size)
-        vllm_config, kv_config = engine.for_pool(pool, max(self._max_model_len, 1))
+        self._checks = Checks(pool, self._usable_blocks)
+        vllm_config, kv_config = engine.for_pool(pool, max(self._checks.max_len, 1))
         self._vllm = (_Async if config.async_depth > 1 else _Sync)(
             vllm_config=vllm_config,
             kv_cache_config=kv_config,
@@ -179,14 +179,8 @@ class VllmScheduler:
     # Requests
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
-        num_outputs = request.output_token_ids.nbytes // 4
-        num_prompt = request.prompt_token_ids.nbytes // 4
-        if num_prompt == 0:
-            raise Refused("the prompt is empty; at least one token is needed")
-        self._check_fits(num_prompt + num_outputs)
-        self._check_tokens(request.prompt_token_ids)
-        self._check_tokens(request.output_token_ids)
-        self._check_sampling(request.sampling, num_outputs)
+        self._checks.check(request)
+        self._check_grammar(request.sampling)
         try:
             vllm = new_request(
                 self._num_added,
@@ -222,9 +216,10 @@ class VllmScheduler:
             if num_new == 0:
                 raise Refused("the turn is empty; at least one token is needed")
             queued = sum(len(update.prompt_token_ids) for update in entry.vllm.streaming_queue if update)
-            self._check_fits(entry.vllm.num_tokens + queued + num_new)
-            self._check_tokens(turn.prompt_token_ids)
-            self._check_sampling(sampling, 0)
+            self._checks.check_length(entry.vllm.num_tokens + queued + num_new)
+            self._checks.check_tokens(turn.prompt_token_ids)
+            self._checks.check_sampling(sampling, 0)
+            self._check_grammar(sampling)
         self._vllm.add_request(next_turn(entry.vllm, turn, sampling))
         return [self._forget(entry, "abort")] if entry.vllm.is_finished() else []
 
@@ -263,28 +258,7 @@ class VllmScheduler:
             self._rows.leave(entry.row)
             entry.row = -1
 
-    def _check_fits(self, num_tokens: int) -> None:
-        """A request that fits the pool alone can always finish: preempting all others makes room for it."""
-        if num_tokens < self._max_model_len:
-            return
-        if self._max_model_len < self._pool.max_model_len:
-            limit = f"{self._usable_blocks} KV blocks of {self._pool.block_size} tokens hold {self._max_model_len}"
-        else:
-            limit = f"the context holds {self._max_model_len}"
-        raise Refused(f"the request has {num_tokens} tokens; {limit}, one of which must be left for output")
-
-    def _check_tokens(self, tokens: Ints) -> None:
-        array = unpack_ints(tokens)
-        if array.size and not 0 <= array.min() <= array.max() < self._pool.vocab_size:
-            raise Refused(f"there are token ids outside the vocabulary; they must be 0 to {self._pool.vocab_size - 1}")
-
-    def _check_sampling(self, sampling: Sampling, num_outputs: int) -> None:
-        if sampling.max_tokens <= num_outputs:
-            raise Refused(f"max_tokens is {sampling.max_tokens}; it must be at least {num_outputs + 1}")
-        if sampling.min_tokens > sampling.max_tokens:
-            raise Refused(f"min_tokens is {sampling.min_tokens}; it must be from 0 to {sampling.max_tokens}")
-        if fault := fault_of(sampling, self._pool.vocab_size):
-            raise Refused(fault)
+    def _check_grammar(self, sampling: Sampling) -> None:
         if sampling.grammar is not None and not self._config.single_step:
             raise Refused("grammars are only available in single-step mode; leave the grammar out")
 
@@ -497,7 +471,7 @@ class VllmScheduler:
     def load(self) -> LoadFigures:
         vllm = self._vllm
         remaining = [
-            min(request.max_tokens - request.num_output_tokens, self._max_model_len - request.num_tokens)
+            min(request.max_tokens - request.num_output_tokens, self._checks.max_len - request.num_tokens)
             for request in vllm.running
         ]
         return LoadFigures(

@@ -22,7 +22,12 @@ Floats = memoryview
 """Raw little-endian float32, one after the other."""
 
 Role = Literal["client", "frontend", "rank", "executor"]
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "closed"]
+"""Why a request ended; "closed" is a session that its client closed."""
+
+TurnReason = Literal["stop", "length", "interrupted", "empty"]
+"""Why a session's turn ended; "interrupted" by its client, "empty" for want of anything to compute."""
+
 PauseMode = Literal["keep", "wait", "abort"]
 PauseState = Literal["unpaused", "paused_new", "paused_all"]
 EMPTY = memoryview(b"")
@@ -195,6 +200,17 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         _check_lengths(self.positions, ranks=self.ranks)
 
 
+class MultimodalFeature(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Something other than text in a prompt: what fills the `length` tokens from `offset` on, by its content's `hash`.
+
+    `offset` counts from the first token of the prompt, or of the appended input, that it comes with.
+    """
+
+    hash: str
+    offset: int
+    length: int
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands: the same on the client bus and the command bus
 
@@ -363,7 +379,8 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
     """Start a request. Exactly one of `text`, `messages` (chat, OpenAI form) and `prompt_token_ids` is the prompt.
 
     `request_id` is unique among the client's unfinished requests. `text_output` false leaves detokenisation out
-    (only with `prompt_token_ids`, and without stop strings). `rank` pins the request to a rank.
+    (only with `prompt_token_ids`, and without stop strings). `rank` pins the request to a rank. `resumable` opens a
+    session; the prompt is its first turn, and may be empty.
     """
 
     request_id: str
@@ -376,6 +393,7 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
     cache_salt: str = ""
     rank: int | None = None
     resumable: bool = False
+    mm_features: list[MultimodalFeature] = []
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt_token_ids, memoryview):
@@ -383,13 +401,18 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
 
 
 class Append(ClientMessage, frozen=True, kw_only=True):
-    """Next input of a session (a request opened with `resumable`); `resumable` false closes it."""
+    """Next input of a session (a request opened with `resumable`); `resumable` false closes it.
+
+    `params` replace the session's whole for this turn; None are those that it was opened with. The tokens and
+    parameters of a closing one are ignored.
+    """
 
     request_id: str
     text: str | None = None
     prompt_token_ids: list[int] | Ints | None = None
     params: GenerateParams | None = None
     resumable: bool = True
+    mm_features: list[MultimodalFeature] = []
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt_token_ids, memoryview):
@@ -397,7 +420,7 @@ class Append(ClientMessage, frozen=True, kw_only=True):
 
 
 class EndTurn(ClientMessage, frozen=True, kw_only=True):
-    """Stop a session's running turn and keep its first `n` tokens."""
+    """Stop a session's running turn and keep its first `n` output tokens. Turns count from 1, the opening one."""
 
     request_id: str
     turn: int
@@ -458,6 +481,25 @@ class Finished(Message, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class TurnFinished(Message, frozen=True, kw_only=True):
+    """A turn of a session has ended and all its tokens were sent; the session goes on.
+
+    `output_tokens` were sent in this turn, and the first `kept_tokens` of them stay: `context_tokens` is all that the
+    session now holds, what the next input is appended to. When the turn began it held `prompt_tokens`, of which
+    `cached_tokens` were in the KV cache.
+    """
+
+    request_id: str
+    turn: int
+    reason: TurnReason
+    stop_reason: int | str | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    kept_tokens: int = 0
+    context_tokens: int = 0
+    cached_tokens: int = 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Command bus: frontend → rank
 
@@ -468,6 +510,7 @@ class AddRequest(Message, frozen=True, kw_only=True):
     `sequence` numbers this frontend's messages about work to this rank, from 1; `Load.acknowledged` answers it.
     `block_hashes` is the chain over the full prompt blocks (see `bus.prefix`), 16 bytes each.
     `output_token_ids` are tokens already sent to the client: output that is continued, not prompt.
+    `resumable` opens a session, or takes up one that was lost in its turn `turn`: the prompt is then all its context.
     """
 
     handle: int
@@ -481,22 +524,41 @@ class AddRequest(Message, frozen=True, kw_only=True):
     block_hashes: memoryview = EMPTY
     output_token_ids: Ints = EMPTY
     resumable: bool = False
+    turn: int = 1
+    mm_features: list[MultimodalFeature] = []
 
     def __post_init__(self) -> None:
         _check_words(prompt_token_ids=self.prompt_token_ids, output_token_ids=self.output_token_ids)
 
 
 class AppendInput(Message, frozen=True, kw_only=True):
-    """Next turn of a session, or with `close` its end."""
+    """Next turn of a session, or with `close` its end.
+
+    It is taken when the turns before it have ended. `sampling` replaces the session's whole for this turn; None is that
+    of its `AddRequest`. A close waits for the turn that runs; what else it holds is ignored. Refused with `Error`.
+    """
 
     handle: int
     sequence: int
     prompt_token_ids: Ints = EMPTY
     sampling: Sampling | None = None
     close: bool = False
+    mm_features: list[MultimodalFeature] = []
 
     def __post_init__(self) -> None:
         _check_words(prompt_token_ids=self.prompt_token_ids)
+
+
+class StopTurn(Message, frozen=True, kw_only=True):
+    """Stop a session's turn `turn` if it has not ended, and keep its first `n` output tokens, or all if it has fewer.
+
+    Answered by its `TurnEnded` with reason interrupted, or by `Error`. Tokens of it that come later are dropped.
+    """
+
+    handle: int
+    sequence: int
+    turn: int
+    n: int
 
 
 class AbortRequests(Message, frozen=True, kw_only=True):
@@ -512,7 +574,10 @@ class AbortRequests(Message, frozen=True, kw_only=True):
 
 
 class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request was scheduled for the first time, after `queued_s`, with `cached_tokens` from the prefix cache."""
+    """A request was scheduled for the first time, after `queued_s`, with `cached_tokens` from the prefix cache.
+
+    Of a session, every turn is told: its `queued_s`, and how many tokens of the context had not to be computed.
+    """
 
     handle: int
     queued_s: float = 0.0
@@ -532,11 +597,26 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     message: str = ""
 
 
+class TurnEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A session's turn has ended: the `turn`th, from 1. The session waits for input, or goes on with what it has.
+
+    Of the turn's output the first `kept_tokens` stay, all but the last token unless the client stopped the turn;
+    `context_tokens` is all that the session holds, and what the next input is appended to.
+    """
+
+    handle: int
+    turn: int
+    reason: TurnReason
+    stop_reason: int | None = None
+    kept_tokens: int = 0
+    context_tokens: int = 0
+
+
 class Outputs(Message, frozen=True, kw_only=True):
     """What one step gave the requests of one frontend.
 
     `handles` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one.
-    A request in `ended` may also have its last tokens here: tokens come first.
+    A request in `turns` or `ended` may also have its last tokens here: tokens come first, then `turns`, then `ended`.
     """
 
     step: int = 0
@@ -545,6 +625,7 @@ class Outputs(Message, frozen=True, kw_only=True):
     counts: Ints = EMPTY
     logprobs: list[Logprobs] = []
     started: list[RequestStarted] = []
+    turns: list[TurnEnded] = []
     ended: list[RequestEnded] = []
 
     def __post_init__(self) -> None:
@@ -710,8 +791,10 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 # Who may send what: one union per direction
 
 CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
-FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | Finished | Reply
-FRONTEND_TO_ENGINE = Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | AbortRequests | CommandRequest
+FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | TurnFinished | Finished | Reply
+FRONTEND_TO_ENGINE = (
+    Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | StopTurn | AbortRequests | CommandRequest
+)
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
 EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | KvPool | StepResult
 RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | PartialSchedule

@@ -142,7 +142,7 @@ def _handles(kind: str, fields: dict[str, Any]) -> Iterator[int]:
     if kind in ("Outputs", "AbortRequests"):
         yield from fields.get("handles", ())
     if kind == "Outputs":
-        for group in ("started", "ended"):
+        for group in ("started", "turns", "ended"):
             yield from (one["handle"] for one in fields.get(group, ()))
-    if kind == "AppendInput":
+    if kind in ("AppendInput", "StopTurn"):
         yield fields["handle"]

@@ -34,7 +34,7 @@ TOKENS = frozenset(
         "tokens",
     }
 )
-TEXTS = frozenset({"bad_words", "cache_salt", "messages", "spec", "stop", "text"})
+TEXTS = frozenset({"bad_words", "cache_salt", "hash", "messages", "spec", "stop", "text"})
 NAMES = frozenset({"block_hashes", "removed", "stored"})
 PLAIN = frozenset(
     {"block_ids", "block_rows", "counts", "handles", "indices", "num_tokens", "ranks", "rows", "seed_key", "values"}

@@ -102,7 +102,9 @@ class Goodbye(Message, frozen=True, kw_only=True):
 class Error(Message, frozen=True, kw_only=True):
     """Something that was sent could not be served. `message` is a sentence for people, `code` a word for programs.
 
-    `request_id`, `command_id` or `step` name what it answers, where that could be read from the frame.
+    `request_id`, `command_id` or `step` name what it answers, where that could be read from the frame. An input that a
+    session refuses is named by the `turn` it would have been; the session goes on, and the inputs after it are one turn
+    earlier than they would have been. Between rank and frontend it is named by `handle` and its message's `sequence`.
     """
 
     code: str
@@ -110,6 +112,9 @@ class Error(Message, frozen=True, kw_only=True):
     request_id: str = ""
     command_id: int = 0
     step: int = 0
+    turn: int = 0
+    handle: int = 0
+    sequence: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,12 +408,17 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
 class Append(ClientMessage, frozen=True, kw_only=True):
     """Next input of a session (a request opened with `resumable`); `resumable` false closes it.
 
+    At most one of `text`, `messages` and `prompt_token_ids` is the input; none is an empty one. `messages` (chat, OpenAI
+    form) follow the answer of the turn before: what the chat template writes after an answer comes first, such as the
+    end-of-message token, which was not kept.
+
     `params` replace the session's whole for this turn; None are those that it was opened with. The tokens and
     parameters of a closing one are ignored.
     """
 
     request_id: str
     text: str | None = None
+    messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | Ints | None = None
     params: GenerateParams | None = None
     resumable: bool = True
@@ -498,6 +508,17 @@ class TurnFinished(Message, frozen=True, kw_only=True):
     kept_tokens: int = 0
     context_tokens: int = 0
     cached_tokens: int = 0
+
+
+class SessionResumed(Message, frozen=True, kw_only=True):
+    """The client of a session was lost and is back, as another start or on another connection.
+
+    What comes next begins with the first token of turn `turn`, the last that ended before the client was lost, or the
+    first; all that was received of this turn or later ones is void. Logprobs do not come again.
+    """
+
+    request_id: str
+    turn: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -791,7 +812,9 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 # Who may send what: one union per direction
 
 CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
-FRONTEND_TO_CLIENT = Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | TurnFinished | Finished | Reply
+FRONTEND_TO_CLIENT = (
+    Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | TurnFinished | Finished | SessionResumed | Reply
+)
 FRONTEND_TO_ENGINE = (
     Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | StopTurn | AbortRequests | CommandRequest
 )

@@ -144,5 +144,5 @@ def _handles(kind: str, fields: dict[str, Any]) -> Iterator[int]:
     if kind == "Outputs":
         for group in ("started", "turns", "ended"):
             yield from (one["handle"] for one in fields.get(group, ()))
-    if kind in ("AppendInput", "StopTurn"):
+    if kind in ("AppendInput", "StopTurn", "Error") and "handle" in fields:
         yield fields["handle"]

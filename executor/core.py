@@ -33,18 +33,30 @@ STATUS_INTERVAL_S = 1.0
 
 
 class RunStep(msgspec.Struct, frozen=True):
-    """Effect: give a step to the device. Steps are numbered from 1 and run in the order in which they are given."""
+    """Effect: give a step to the device. Steps are numbered from 1 and run in the order in which they are given.
+
+    `parts` are the schedules it was merged from, as (rank, the rank's own number of the step). `waited_for` are the
+    ranks whose schedules were waited for after the first of the parts was there.
+    """
 
     number: int
     step: MergedStep
+    parts: list[tuple[int, int]] = []
+    waited_for: list[int] = []
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """Posted: the device has finished a step, which kept it busy for `device_s`."""
+    """Posted: the device has finished a step, at `done_at`, which kept it busy for `device_s`.
+
+    The step was given to the device from `dispatch_at` on for `dispatch_s`. Times are monotonic, in seconds.
+    """
 
     number: int
     sampled: SampledStep
     device_s: float
+    dispatch_at: float = 0.0
+    dispatch_s: float = 0.0
+    done_at: float = 0.0
 
 
 class DeviceFailed(msgspec.Struct, frozen=True):
@@ -107,6 +119,7 @@ class ExecutorCore:
         self._in_flight: deque[_InFlight] = deque()
         self._last_number = 0
         self._could_run_since: float | None = None
+        self._waited_for: dict[int, None] = {}
         self._next_status = float("-inf")
 
     def handle(self, event: Event) -> Iterable[Effect]:
@@ -198,14 +211,17 @@ class ExecutorCore:
             present = [rank for rank in self._ranks if rank and rank.pending]
             if not present:
                 self._could_run_since = None
+                self._waited_for.clear()
                 break
             if self._could_run_since is None:
                 self._could_run_since = now
             awaited = [rank for rank in self._ranks if rank and rank.awaited and not rank.late]
             if awaited and self._in_flight:
+                self._waited_for.update(dict.fromkeys(rank.peer.index for rank in awaited))
                 break
             until = max((rank.awaited_since for rank in awaited), default=now) + self._window_s
             if awaited and now < until:
+                self._waited_for.update(dict.fromkeys(rank.peer.index for rank in awaited))
                 effects.append(WakeAt(until))
                 break
             for rank in awaited:
@@ -252,7 +268,8 @@ class ExecutorCore:
         self._counters.add("executor_schedules", len(parts))
         self._counters.add("executor_sequences", step.rows.size)
         self._counters.add("executor_tokens", int(step.num_tokens.sum()))
-        return [*effects, RunStep(self._last_number, step)]
+        waited_for, self._waited_for = list(self._waited_for), {}
+        return [*effects, RunStep(self._last_number, step, [(part.rank, part.step) for part in parts], waited_for)]
 
     def _refuse(self, rank: _Rank, schedules: list[PartialSchedule], sentence: str) -> list[Effect]:
         """Answer schedules that are not run. What the rank thinks its rows are is no longer so: they are void."""
@@ -283,6 +300,7 @@ class ExecutorCore:
                 rank.awaited, rank.awaited_since, rank.work_left = True, math.inf, self._last_number
         self._counters.add("executor_sampled_tokens", int((done.sampled.tokens >= 0).sum()))
         self._counters.add("executor_nan_rows", int((done.sampled.tokens == -2).sum()))
+        self._counters.add("executor_dispatch_seconds", done.dispatch_s)
         self._counters.add("executor_device_seconds", done.device_s)
         return effects
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from executor.core import DeviceFailed, RunStep, StepDone
 from executor.step import MergedStep, SampledStep
@@ -16,6 +16,15 @@ class StepRunner(Protocol):
     def dispatch(self, step: MergedStep) -> Any: ...
 
     def collect(self, handle: Any) -> SampledStep: ...
+
+
+class _Dispatched(NamedTuple):
+    """A step at the device: its number, the runner's handle, and when giving it to the device began and ended."""
+
+    number: int
+    handle: Any
+    begin: float
+    end: float
 
 
 class Pipeline:
@@ -30,7 +39,7 @@ class Pipeline:
         self._runner = runner
         self._post = post
         self._submitted: SimpleQueue[RunStep | None] = SimpleQueue()
-        self._dispatched: SimpleQueue[tuple[int, Any, float] | None] = SimpleQueue()
+        self._dispatched: SimpleQueue[_Dispatched | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
             for name, loop in (("dispatch", self._dispatch), ("collect", self._collect))
@@ -52,15 +61,17 @@ class Pipeline:
 
     def _dispatch(self) -> None:
         while (run := self._submitted.get()) is not None:
-            self._dispatched.put((run.number, self._runner.dispatch(run.step), time.monotonic()))
+            begin = time.monotonic()
+            handle = self._runner.dispatch(run.step)
+            self._dispatched.put(_Dispatched(run.number, handle, begin, time.monotonic()))
 
     def _collect(self) -> None:
         idle_since = 0.0
         while (dispatched := self._dispatched.get()) is not None:
-            number, handle, since = dispatched
+            number, handle, begin, end = dispatched
             sampled = self._runner.collect(handle)
             done = time.monotonic()
-            self._post(StepDone(number, sampled, done - max(since, idle_since)))
+            self._post(StepDone(number, sampled, done - max(end, idle_since), begin, end - begin, done))
             idle_since = done
 
     def _guard(self, loop: Callable[[], None]) -> None:

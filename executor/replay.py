@@ -55,7 +55,13 @@ def plain(value: Any) -> Any:
     }
     if step.setups:
         checksums["setups"] = crc32(ENCODER.encode(step.setups))
-    return {"number": value.number, "sequences": step.rows.size, "checksums": checksums}
+    return {
+        "number": value.number,
+        "parts": value.parts,
+        "waited_for": value.waited_for,
+        "sequences": step.rows.size,
+        "checksums": checksums,
+    }
 
 
 def subject(header: Header) -> Subject:

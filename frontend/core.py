@@ -40,6 +40,7 @@ from frontend.seam import (
     CommandCall,
     Deliver,
     Delivery,
+    Detokenised,
     RenderText,
     StatusUpdate,
     TextOutput,
@@ -242,6 +243,8 @@ class FrontendCore:
             return self._requests.abort(entries, wanted=False)
         if isinstance(call, CommandCall):
             return self._command((None, call.call_id), call)
+        if isinstance(call, Detokenised):
+            return []
         return self._text(call)
 
     def _text(self, call: TextOutput | TextRefused) -> list[Effect]:

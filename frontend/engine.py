@@ -20,7 +20,10 @@ from frontend.seam import Call, StatusUpdate
 
 
 class BusLLM(AsyncLLM):
-    """The engine behind vLLM's HTTP server. `client` is its way to the bus; `ending` tells that it was shut down."""
+    """The engine behind vLLM's HTTP server. `client` is its way to the bus; `ending` tells that it was shut down.
+
+    With `timed`, the journal is told how long outputs take up here.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,16 @@ class BusLLM(AsyncLLM):
         *,
         log_stats: bool,
         ranks: int,
+        timed: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.ending = False
         self.client = BusClient(
-            post, self.fail, ranks=ranks, max_model_len=lambda: self.vllm_config.model_config.max_model_len
+            post,
+            self.fail,
+            ranks=ranks,
+            max_model_len=lambda: self.vllm_config.model_config.max_model_len,
+            timed=timed,
         )
         self._status = status
         self._rank_stats = RankStats() if log_stats and status.exports_ranks else None

@@ -35,7 +35,7 @@ from bus.messages import (
 )
 from frontend.errors import RequestError, unsupported
 from frontend.sampling import to_sampling
-from frontend.seam import AbortCall, AddCall, Call, CommandCall, CommandResult, Deliver, Delivery
+from frontend.seam import AbortCall, AddCall, Call, CommandCall, CommandResult, Deliver, Delivery, Detokenised
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -65,7 +65,7 @@ class BusClient(EngineCoreClient):
     """One engine core to AsyncLLM; behind it, all ranks. All methods are called on the event loop.
 
     `post` sends a call over the seam. `on_failed(request_id, error)` is told of requests that ended with an error:
-    vLLM's outputs have no place for a sentence.
+    vLLM's outputs have no place for a sentence. With `timed`, a `Detokenised` is posted for each step's outputs.
     """
 
     def __init__(
@@ -75,11 +75,15 @@ class BusClient(EngineCoreClient):
         *,
         ranks: int,
         max_model_len: Callable[[], int],
+        timed: bool = False,
     ) -> None:
         self._post = post
         self._on_failed = on_failed
         self._max_model_len = max_model_len
-        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._timed = timed
+        self._under_way: tuple[int, int, float] | None = None
+        """Rank, step and time of the outputs that AsyncLLM was given last."""
+        self._outputs: asyncio.Queue[tuple[int, EngineCoreOutputs]] = asyncio.Queue()
         self._requests: dict[str, _Request] = {}
         self._commands: dict[int, asyncio.Future[CommandResult]] = {}
         self._call_ids = itertools.count(1)
@@ -123,7 +127,14 @@ class BusClient(EngineCoreClient):
             self._post(AbortCall(request_ids=known))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outputs.get()
+        if self._under_way is not None:  # AsyncLLM asks for more when it is through with what it has
+            rank, given, begun = self._under_way
+            self._under_way = None
+            self._post(Detokenised(rank=rank, step=given, begun=begun, seconds=time.monotonic() - begun))
+        step, outputs = await self._outputs.get()
+        if self._timed and step:
+            self._under_way = outputs.engine_index, step, time.monotonic()
+        return outputs
 
     def dp_engines_running(self) -> bool:
         """Whether any request of this frontend is unfinished."""
@@ -148,11 +159,12 @@ class BusClient(EngineCoreClient):
                 continue  # to vLLM, the first output means the first token
             outputs.append(_output(delivery, request))
         if outputs:
-            self._outputs.put_nowait(EngineCoreOutputs(engine_index=effect.rank, outputs=outputs, timestamp=now))
+            given = EngineCoreOutputs(engine_index=effect.rank, outputs=outputs, timestamp=now)
+            self._outputs.put_nowait((effect.step, given))
 
     def record(self, rank: int, stats: SchedulerStats) -> None:
         """Give a rank's statistics to vLLM's metrics."""
-        self._outputs.put_nowait(EngineCoreOutputs(engine_index=rank, scheduler_stats=stats))
+        self._outputs.put_nowait((0, EngineCoreOutputs(engine_index=rank, scheduler_stats=stats)))
 
     # Commands
 

@@ -110,7 +110,7 @@ class Requests:
         if counts is not None and ((counts < 0).any() or int(counts.sum()) * 4 != outputs.tokens.nbytes):
             self._counters.add("invalid_outputs")
             return []
-        news = _News(rank)
+        news = _News(rank, outputs.step)
         for item in outputs.started:
             if (entry := self._known(item.handle, rank)) is not None:
                 entry.cached_tokens = item.cached_tokens
@@ -172,8 +172,9 @@ class _Batch:
 class _News:
     """What one step of a rank gave the HTTP side's requests and the clients', sorted by whom it is for."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, step: int = 0) -> None:
         self._rank = rank
+        self._step = step
         self._batches: dict[Peer, _Batch] = {}
         self._messages: list[Effect] = []
         self._deliveries: dict[int, Delivery] = {}
@@ -210,7 +211,7 @@ class _News:
         effects: list[Effect] = [Send(owner, batch.message()) for owner, batch in self._batches.items()]
         effects += self._messages
         if self._deliveries:
-            effects.append(Deliver(self._rank, list(self._deliveries.values())))
+            effects.append(Deliver(self._rank, list(self._deliveries.values()), self._step))
         return effects
 
     def _deliver(self, entry: Entry, **fields: Any) -> None:

@@ -69,7 +69,19 @@ class TextRefused(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused
+class Detokenised(msgspec.Struct, frozen=True, kw_only=True):
+    """Word for the journal, and nothing the core acts on: what a step of a rank gave was processed and is on its way.
+
+    `begun` is a monotonic time in seconds, as `Deliver` has `rank` and `step`.
+    """
+
+    rank: int
+    step: int
+    begun: float
+    seconds: float
+
+
+Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused | Detokenised
 
 # Effects, from the core to the HTTP side
 
@@ -85,10 +97,11 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Effect: what one rank's step gave the HTTP side's requests."""
+    """Effect: what one rank's step gave the HTTP side's requests. `step` is 0 where it is of no step."""
 
     rank: int
     outputs: list[Delivery]
+    step: int = 0
 
 
 class CommandResult(msgspec.Struct, frozen=True):

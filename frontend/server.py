@@ -51,7 +51,14 @@ async def serve(
     args = _arguments(config, index, source, limits)
     vllm_config = _vllm_config(config, args)
     status = EngineStatus(index)
-    engine = BusLLM(vllm_config, post, status, log_stats=config.log_stats, ranks=config.ranks)
+    engine = BusLLM(
+        vllm_config,
+        post,
+        status,
+        log_stats=config.log_stats,
+        ranks=config.ranks,
+        timed=config.journals("frontend"),
+    )
     log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
     texts = TextRequests(engine, post)
     bridge.attach(

@@ -87,8 +87,8 @@ def _show(options: argparse.Namespace) -> int:
             _steps(options.step),
             options.request,
             frozenset((options.type or "").split(",")) - {""},
-            _time(options.since, header.wall, float("-inf")),
-            _time(options.until, header.wall, float("inf")),
+            time_of(options.since, header.wall, float("-inf")),
+            time_of(options.until, header.wall, float("inf")),
             options.all,
         )
         tracker = Tracker()
@@ -119,7 +119,12 @@ def _steps(given: str | None) -> range | None:
         raise JournalError(f"--step: {given} is not allowed; it must be a step, or two with a colon between") from None
 
 
-def _time(given: str | None, begun: float, default: float) -> float:
+def time_of(given: str | None, begun: float, default: float) -> float:
+    """The wall-clock time that an option names: seconds from `begun`, or a time of day or date and time (UTC).
+
+    Raises:
+        JournalError: it is none of these.
+    """
     if given is None:
         return default
     try:

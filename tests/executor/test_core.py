@@ -203,6 +203,7 @@ def test_an_idle_device_waits_a_window_for_a_rank_that_said_more() -> None:
     bench.send(1, 2)
     bench.drain(after=0.0005)
     assert bench.took_part() == [[0, 1]]
+    assert (bench.steps[0].parts, bench.steps[0].waited_for) == ([(0, 2), (1, 2)], [1])
     assert bench.counted("executor_merge_wait_seconds") == pytest.approx(0.0005)
 
 
@@ -216,6 +217,7 @@ def test_a_rank_that_was_missed_is_not_waited_for_until_it_is_on_time_again() ->
     bench.send(0, 3)
     bench.drain(after=0.0001)
     assert bench.took_part() == [[0], [0]]  # not waited for now, though the device is busy
+    assert [(run.parts, run.waited_for) for run in bench.steps] == [([(0, 2)], [1]), ([(0, 3)], [])]
     bench.finish()
     bench.send(1, 2)
     bench.drain(after=0.0001)
@@ -256,6 +258,7 @@ def test_while_the_device_is_busy_waiting_costs_nothing_but_not_a_moment_longer(
     bench.send(0, 3)
     bench.drain(after=0.050)
     assert bench.took_part() == [[0, 1], [0, 1]]  # step 2 still runs, rank 1 is awaited
+    assert all(run.waited_for == [] for run in bench.steps)
     bench.finish()
     bench.drain(after=0.001)
     assert len(bench.steps) == 2  # its window begins with the result of step 2

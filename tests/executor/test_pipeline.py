@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,21 @@ class Echo:
 def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() -> None:
     runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
     pipeline = Pipeline(runner, posted.put)
+    begun = time.monotonic()
     pipeline.submit(RunStep(1, step(11)))
     pipeline.submit(RunStep(2, step(12)))
     assert [runner.dispatched.get(timeout=DEADLINE_S) for _ in range(2)] == [11, 12]
     assert posted.empty()
+    dispatched, before = time.monotonic(), begun
     for number, row in ((1, 11), (2, 12)):
         runner.let_go.put(row)
         done = posted.get(timeout=DEADLINE_S)
         assert isinstance(done, StepDone)
         assert (done.number, done.sampled.tokens.tolist()) == (number, [row])
-        assert 0 <= done.device_s < DEADLINE_S
+        assert before <= done.done_at - done.device_s <= done.done_at <= time.monotonic()  # one after the other
+        assert begun <= done.dispatch_at <= done.dispatch_at + done.dispatch_s
+        assert done.dispatch_at <= dispatched <= done.done_at
+        before = done.done_at
     assert pipeline.stop(DEADLINE_S)
     assert pipeline.error is None
 

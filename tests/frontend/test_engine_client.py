@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from bus.messages import GetPauseState, RequestEnded, RequestStarted, ResetPrefixCache, SetPause
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
-from frontend.seam import AbortCall, AddCall, CommandCall, CommandResult, Deliver, Delivery
+from frontend.seam import AbortCall, AddCall, CommandCall, CommandResult, Deliver, Delivery, Detokenised
 
 NONE = memoryview(b"")
 
@@ -22,11 +23,11 @@ NONE = memoryview(b"")
 class Seam:
     """A client whose calls are kept, and whose commands are answered by `answer`."""
 
-    def __init__(self, answer: CommandResult | None = None) -> None:
+    def __init__(self, answer: CommandResult | None = None, timed: bool = False) -> None:
         self.calls: list[Any] = []
         self.failed: list[tuple[str, str, int]] = []
         self.answer = answer
-        self.client = BusClient(self._post, self._fail, ranks=2, max_model_len=lambda: 100)
+        self.client = BusClient(self._post, self._fail, ranks=2, max_model_len=lambda: 100, timed=timed)
 
     def _post(self, call: Any) -> None:
         self.calls.append(call)
@@ -83,6 +84,24 @@ def test_add_and_outputs() -> None:
         assert (outputs.outputs[1].finish_reason, outputs.outputs[1].stop_reason) == (FinishReason.STOP, 7)
         assert outputs.outputs[0].finish_reason is None
         assert seam.client.dp_engines_running()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_journal_is_told_how_long_a_steps_outputs_took(timed: bool) -> None:
+    async def main() -> None:
+        seam = Seam(timed=timed)
+        await seam.add("a")
+        for step in (7, 0, 8):
+            seam.client.on_deliver(Deliver(1, [delivery("a", tokens(5))], step))
+        begun = time.monotonic()
+        for _ in range(3):
+            await seam.output()
+        told = [call for call in seam.calls if isinstance(call, Detokenised)]
+        assert [(call.rank, call.step) for call in told] == ([(1, 7)] if timed else [])  # 8 is still under way
+        for call in told:
+            assert begun <= call.begun <= call.begun + call.seconds <= time.monotonic()
 
     asyncio.run(main())
 

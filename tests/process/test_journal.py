@@ -1,5 +1,6 @@
 """A whole engine that keeps journals: mixed traffic, a rank that is killed; then every process is replayed."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from bus.journal.reader import find
 from bus.messages import MakeStats, RequestCounts, ResetPrefixCache, TokenCount
 from frontend.client import Client, EngineError
+from tests import trace_format
 from tests.engine import ROOT, START_S, Engine
 
 DEADLINE_S = 60.0
@@ -109,3 +111,17 @@ def test_the_journals_show_what_happened(journals: Path) -> None:
     shown = rankbus("journal", "show", str(journals), "--type", "PeerDown,ResumeRow")
     assert "rank/1" in shown.stdout
     assert "PeerDown command:rank/1" in shown.stdout
+
+
+def test_the_trace_has_all_steps_and_what_they_waited_for(journals: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    done = rankbus("trace", str(journals), "-o", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = trace_format.check(out)
+    names = {event["name"] for event in trace_format.slices(events)}
+    phases = {"schedule", "hold", "merge", "dispatch", "device", "split", "update", "outputs", "detokenise"}
+    assert phases <= names
+    assert any(name.startswith("wait for step ") for name in names)
+    steps, whole = (int(word) for word in re.findall(r"(\d+) (?:steps|of them)", done.stdout))
+    assert steps > 100
+    assert whole > 0.9 * steps  # the others were under way when their rank was killed

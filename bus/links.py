@@ -24,7 +24,7 @@ from bus.messages import (
     Role,
     Welcome,
 )
-from bus.wire import Codec, Frame, InvalidFrame, error_for, routing_id
+from bus.wire import ENVELOPE, Codec, Frame, InvalidFrame, error_for, routing_id
 
 log = get_logger()
 
@@ -37,6 +37,10 @@ class Identity(msgspec.Struct, frozen=True):
     incarnation: int
 
 
+_LINK_MESSAGES = frozenset((Hello, Welcome, Heartbeat, Goodbye, Error))
+"""What a link looks at itself. `Error` among them for ``no_hello``."""
+
+
 class Timing(NamedTuple):
     """Heartbeat settings, in seconds."""
 
@@ -46,13 +50,15 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True)
 class _Link:
-    """A peer that is up."""
+    """A peer that is up. `theirs` and `ours` are the envelopes of frames from it and to it."""
 
     peer: Peer
     routing_id: bytes
     attempt: int
     last_received: float
     last_sent: float
+    theirs: bytes
+    ours: bytes
 
 
 class _Side:
@@ -64,17 +70,52 @@ class _Side:
         self._codec = codec
         self._counters = counters
         self._timing = timing
+        # Counted here first: names are looked up ten times a second, not for every frame.
+        self._received_frames = self._received_bytes = self._sent_frames = self._sent_bytes = 0
+
+    def _link_to(self, peer: Peer, routing_id: bytes, attempt: int, now: float) -> _Link:
+        theirs = ENVELOPE.pack(peer.incarnation, self._me.incarnation)
+        ours = ENVELOPE.pack(self._me.incarnation, peer.incarnation)
+        return _Link(peer, routing_id, attempt, now, now, theirs, ours)
+
+    def _take(self, link: _Link, envelope: bytes, body: bytes, now: float) -> list[Event] | None:
+        """The event in a message of a peer that is up; None if it is not an ordinary one, and has to be looked at."""
+        if envelope != link.theirs:
+            return None
+        message = self._codec.read(body)
+        if message is None or type(message) in _LINK_MESSAGES:
+            return None
+        self._received_frames += 1
+        self._received_bytes += ENVELOPE.size + len(body)
+        link.last_received = now
+        return [Received(link.peer, message)]
 
     def _decode(self, parts: list[bytes]) -> Frame:
-        self._counters.add(f"bus_received_frames/{self.bus.name}")
-        self._counters.add(f"bus_received_bytes/{self.bus.name}", sum(map(len, parts)))
+        self._received_frames += 1
+        self._received_bytes += sum(map(len, parts))
         return self._codec.decode(parts)
 
     def _encode(self, addressee: int, message: Message) -> list[bytes]:
         parts = self._codec.encode(self._me.incarnation, addressee, message)
-        self._counters.add(f"bus_sent_frames/{self.bus.name}")
-        self._counters.add(f"bus_sent_bytes/{self.bus.name}", sum(map(len, parts)))
+        self._sent_frames += 1
+        self._sent_bytes += sum(map(len, parts))
         return parts
+
+    def _encode_to(self, link: _Link, message: Message, now: float) -> bytes:
+        """The body of a message to a peer that is up; its envelope is the link's."""
+        link.last_sent = now
+        body = self._codec.write(message)
+        self._sent_frames += 1
+        self._sent_bytes += ENVELOPE.size + len(body)
+        return body
+
+    def _count_traffic(self) -> None:
+        name = self.bus.name
+        self._counters.add(f"bus_received_frames/{name}", self._received_frames)
+        self._counters.add(f"bus_received_bytes/{name}", self._received_bytes)
+        self._counters.add(f"bus_sent_frames/{name}", self._sent_frames)
+        self._counters.add(f"bus_sent_bytes/{name}", self._sent_bytes)
+        self._received_frames = self._received_bytes = self._sent_frames = self._sent_bytes = 0
 
     def _reject(self, reason: str, sender: str, sentence: str) -> None:
         self._counters.add(f"bus_rejected_frames/{self.bus.name}/{reason}")
@@ -115,6 +156,11 @@ class Listener(_Side):
     def receive(self, parts: list[bytes], now: float) -> list[Event]:
         """Take what the ROUTER socket gave; return the events in it."""
         sender, *rest = parts
+        link = self._by_routing_id.get(sender)
+        if link is not None and len(rest) == 2:
+            events = self._take(link, rest[0], rest[1], now)
+            if events is not None:
+                return events
         try:
             frame = self._decode(rest)
         except InvalidFrame as invalid:
@@ -123,7 +169,6 @@ class Listener(_Side):
             return []
         if isinstance(frame.message, Hello):
             return self._hello(sender, frame.message, now)
-        link = self._by_routing_id.get(sender)
         if link is None:
             self._reject("no_hello", sender.decode(errors="replace"), "the sender has not said Hello")
             if not isinstance(frame.message, Error | Goodbye):
@@ -145,11 +190,11 @@ class Listener(_Side):
         link = self._by_name.get((peer.role, peer.index))
         if link is None or link.peer != peer:
             return None
-        link.last_sent = now
-        return [link.routing_id, *self._encode(peer.incarnation, message)]
+        return [link.routing_id, link.ours, self._encode_to(link, message, now)]
 
     def tick(self, now: float) -> list[Event]:
         """Send heartbeats and give up on peers that are silent. Clients may be silent: the transport watches them."""
+        self._count_traffic()
         events: list[Event] = []
         for link in list(self._by_name.values()):
             if link.peer.role != "client" and now - link.last_received > self._timing.timeout:
@@ -189,7 +234,7 @@ class Listener(_Side):
         if present is None or present.peer != peer or present.attempt != hello.attempt:
             if present is not None:
                 events += self.lose(present.peer, "it has begun again")
-            link = _Link(peer, sender, hello.attempt, now, now)
+            link = self._link_to(peer, sender, hello.attempt, now)
             self._by_name[peer.role, peer.index] = self._by_routing_id[sender] = link
             events.append(PeerUp(peer))
             log.info("peer up", bus=self.bus.name, peer=str(peer), peer_incarnation=peer.incarnation)
@@ -246,6 +291,10 @@ class Dialer(_Side):
 
     def receive(self, parts: list[bytes], now: float) -> list[Event]:
         """Take what the DEALER socket gave; return the events in it."""
+        if self._link is not None and len(parts) == 2:
+            events = self._take(self._link, parts[0], parts[1], now)
+            if events is not None:
+                return events
         try:
             frame = self._decode(parts)
         except InvalidFrame as invalid:
@@ -275,11 +324,11 @@ class Dialer(_Side):
         """The frames for `peer`, or None if it is not up."""
         if self._link is None or self._link.peer != peer:
             return None
-        self._link.last_sent = now
-        return self._encode(peer.incarnation, message)
+        return [self._link.ours, self._encode_to(self._link, message, now)]
 
     def tick(self, now: float) -> list[Event]:
         """Say Hello until welcome; then send heartbeats, and give up on a peer that is silent."""
+        self._count_traffic()
         if self._link is None:
             if now - self._last_hello >= self._timing.interval:
                 self._say_hello(now)
@@ -319,6 +368,6 @@ class Dialer(_Side):
             return []
         if self._link is not None:
             return []  # the answer to a repeated Hello
-        self._link = _Link(peer, b"", self._attempt, now, now)
+        self._link = self._link_to(peer, b"", self._attempt, now)
         log.info("peer up", bus=self.bus.name, peer=str(peer), peer_incarnation=peer.incarnation)
         return [PeerUp(peer)]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from zmq.backend import Socket as BareSocket
+from zmq.backend import zmq_poll
 
 from bus.buses import BUSES
 from bus.config import Config
@@ -25,9 +27,8 @@ from bus.wire import Codec
 log = get_logger()
 
 TICK_S = 0.1
-FRAMES_PER_TURN = 64
-"""How many frames are taken from one socket before the others get a turn."""
-TURNS_PER_DRAIN = 16
+TURNS_PER_DRAIN = 1024
+"""How often each socket may give a message before the core hears that all is drained."""
 HIGH_WATER_MARK = 100_000
 """Messages that may wait for one peer; one that falls further behind is lost (`PeerDown`)."""
 LINGER_MS = 1000
@@ -61,14 +62,14 @@ class Shell:
         self._counters = Counters()
         self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
         self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
+        self._of_bus: dict[str, list[tuple[zmq.Socket[bytes], Listener | Dialer]]] = {}
         self._events: deque[tuple[Event, bytes]] = deque()
         self._posted: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Other threads may post after `run` has returned: the descriptor stays theirs as long as they know this shell.
         weakref.finalize(self, os.close, self._wake).atexit = False
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._sources: list[tuple[int | zmq.Socket[bytes], int]] = [(self._wake, zmq.POLLIN)]
         self._wake_at: float | None = None
         self._stop_reason: str | None = None
 
@@ -112,45 +113,44 @@ class Shell:
                     self._tick(now)
                     next_tick = now + TICK_S
                 until = min(next_tick, self._wake_at if self._wake_at is not None else next_tick)
-                self._poller.poll(max(0, round((until - time.monotonic()) * 1000)))
-                self._drain()
+                self._drain(zmq_poll(self._sources, max(0, round((until - time.monotonic()) * 1000))))
             return self._stop_reason
         finally:
             self._close()
 
-    def _drain(self) -> None:
-        """Feed all that has arrived, then one `Drained`; a peer that floods a socket cannot hold it up for ever."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
+    def _drain(self, ready: list[tuple[Any, int]]) -> None:
+        """Feed all that has arrived, then one `Drained`; a peer that floods a socket cannot hold it up for ever.
+
+        `ready` has the sources that have something. Each gives one message before they are looked at again, which is
+        cheaper than asking each until it has nothing.
+        """
         for _ in range(TURNS_PER_DRAIN):
-            busy = self._take_posted()
-            for socket, side in self._sides:
-                busy = self._take_frames(socket, side) or busy
-            if not busy or self._stop_reason is not None:
+            if not ready or self._stop_reason is not None:
                 break
+            for source, _ in ready:
+                if isinstance(source, int):
+                    os.eventfd_read(self._wake)
+                    self._take_posted()
+                else:
+                    self._take_message(source)
+            ready = zmq_poll(self._sources, 0)
         self._wake_at = None
         self._feed(Drained(time.monotonic()))
 
-    def _take_posted(self) -> bool:
-        waiting = len(self._posted)
-        for _ in range(waiting):
+    def _take_posted(self) -> None:
+        for _ in range(len(self._posted)):
             self._feed(Posted(self._posted.popleft()))
-        return waiting > 0
 
-    def _take_frames(self, socket: zmq.Socket[bytes], side: Listener | Dialer) -> bool:
-        now = time.monotonic()
-        for taken in range(FRAMES_PER_TURN):
-            try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return taken > 0
-            events = side.receive(parts, now)
+    def _take_message(self, socket: zmq.Socket[bytes]) -> None:
+        parts = _receive(socket)
+        if parts is None:
+            return
+        side = next(side for own, side in self._sides if own is socket)
+        events = side.receive(parts, time.monotonic())
+        if side.outbox:
             self._flush(socket, side)
-            for event in events:
-                self._feed(event, parts[-1])
-        return True
+        for event in events:
+            self._feed(event, parts[-1])
 
     def _tick(self, now: float) -> None:
         for socket, side in self._sides:
@@ -202,16 +202,15 @@ class Shell:
 
     def _send(self, peer: Peer, message: Message) -> bytes | None:
         """Send a message if the peer is up; its body if so."""
-        for socket, side in self._sides:
-            if side.bus.name == peer.bus:
-                parts = side.encode(peer, message, time.monotonic())
-                if parts is not None:
-                    reason = _try_send(socket, parts)
-                    if reason:
-                        self._counters.add(f"bus_lost_peers/{peer.bus}/{reason.split()[0]}")
-                        for event in side.lose(peer, reason):
-                            self._feed(event)
-                    return parts[-1]
+        for socket, side in self._of_bus.get(peer.bus, ()):
+            parts = side.encode(peer, message, time.monotonic())
+            if parts is not None:
+                reason = _try_send(socket, parts)
+                if reason:
+                    self._counters.add(f"bus_lost_peers/{peer.bus}/{reason.split()[0]}")
+                    for event in side.lose(peer, reason):
+                        self._feed(event)
+                return parts[-1]
         return None
 
     def _flush(self, socket: zmq.Socket[bytes], side: Listener | Dialer) -> None:
@@ -235,8 +234,9 @@ class Shell:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self._timing.timeout * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._poller.register(socket, zmq.POLLIN)
+        self._sources.append((socket, zmq.POLLIN))
         self._sides.append((socket, side))
+        self._of_bus.setdefault(side.bus.name, []).append((socket, side))
         return socket
 
     def _close(self) -> None:
@@ -252,10 +252,31 @@ class Shell:
         self._context.term()
 
 
+# pyzmq's own `send_multipart` and `recv_multipart` take most of their time to look at options. Plain numbers, since a
+# flag that is an enum member costs more than a message.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    """The parts of the next message, None if there is none."""
+    try:
+        frame = BareSocket.recv(socket, _NOBLOCK, False)
+    except zmq.Again:
+        return None
+    parts = [frame.bytes]
+    while frame.more:
+        frame = BareSocket.recv(socket, _NOBLOCK, False)
+        parts.append(frame.bytes)
+    return parts
+
+
 def _try_send(socket: "zmq.Socket[bytes]", parts: list[bytes]) -> str:
     """Send without waiting; the reason if that cannot be done."""
     try:
-        socket.send_multipart(parts, zmq.NOBLOCK)
+        for part in parts[:-1]:
+            BareSocket.send(socket, part, _MORE)
+        BareSocket.send(socket, parts[-1], _NOBLOCK)
     except zmq.Again:
         return "stuck: it reads too slowly or its connection is gone"
     except zmq.ZMQError as error:

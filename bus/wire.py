@@ -47,7 +47,21 @@ class Codec:
 
     def encode(self, sender: int, addressee: int, message: Message) -> list[bytes]:
         """The two frames of `message`."""
-        return [ENVELOPE.pack(sender, addressee), self._encoder.encode(message)]
+        return [ENVELOPE.pack(sender, addressee), self.write(message)]
+
+    def write(self, message: Message) -> bytes:
+        """The body of `message`."""
+        return self._encoder.encode(message)
+
+    def read(self, body: bytes) -> Message | None:
+        """The message in a body, None if there is none that may come from there; `decode` says what is wrong."""
+        if len(body) > self._max_body_bytes:
+            return None
+        try:
+            message: Message = self._decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        return message
 
     def decode(self, parts: list[bytes]) -> Frame:
         """Read the two frames of a message.

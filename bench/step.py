@@ -38,7 +38,8 @@ class Load:
         within = (np.arange(count) - first).astype(np.int32)
         self._rows = (self._ranks * config.max_num_seqs + within).astype(np.int32)
         blocks = -(-(prompt + STEPS + 2) // config.block_size)
-        self._tables = within[:, None] * blocks + np.arange(blocks, dtype=np.int32)
+        first = np.array(runner.first_blocks, np.int32)[self._ranks] + within * np.int32(blocks)
+        self._tables = first[:, None] + np.arange(blocks, dtype=np.int32)
         self._positions = np.zeros(count, np.int32)
         tokens = np.random.default_rng(0).integers(0, runner.vocab_size, (count, prompt), dtype=np.int32)
         self._setups = [RowSetup(int(r), 0, t, prompt, sampling) for r, t in zip(self._rows, tokens, strict=True)]

@@ -45,11 +45,9 @@ class StubRunner:
             pass
         places = self._placement.place(step.rows)
         size = bucket(self._decode_sizes, places.most)
-        tables = self._layout.tables(step)
-        self._placement.pack_batch(step, tables, places, size, self._layout.most_blocks)
-        indices = np.flatnonzero(step.samples).astype(np.int32)
+        self._placement.pack_batch(step, places, size, self._layout.most_blocks)
+        indices, drawn = self._placement.draws(step, places)
         if indices.size:
-            drawn = self._placement.place(step.rows[indices])
             self._placement.pack_picks(step, places, indices, drawn, bucket(self._decode_sizes, drawn.most))
         return step, indices
 
@@ -71,6 +69,7 @@ def run(config: Config, me: Identity) -> None:
         max_model_len=config.max_model_len,
         vocab_size=VOCABULARY,
         blocks_of_rank=[layout.blocks_of_rank(rank) for rank in range(config.ranks)],
+        first_blocks=layout.first_blocks,
     )
     runner = StubRunner(config, layout)
     pipeline: Pipeline

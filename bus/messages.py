@@ -782,8 +782,9 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     """One rank's part of a step, in deltas.
 
     `new`, `resumed`, `continued` set rows up; then `rows` [n] run `num_tokens` [n] tokens each (left out: one each),
-    after `block_ids` [m] were appended to the block tables of `block_rows` [m], in order. `more` says that this rank
-    expects to send another right after it has this one's result.
+    after `block_ids` [m] were appended to the block tables of `block_rows` [m], in order. With `again`, and then
+    without `rows`, `num_tokens` and rows to set up, the rows of this rank's last schedule run one token each. `more`
+    says that this rank expects to send another right after it has this one's result.
 
     At least one row runs, and `step` grows from schedule to schedule. Answered by the `StepResult` with the same
     `step`, or by an `Error` with code ``schedule_refused`` and that `step`: then nothing of it was run and all rows of
@@ -792,7 +793,8 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     """
 
     step: int
-    rows: Ints
+    rows: Ints = EMPTY
+    again: bool = False
     num_tokens: Ints = EMPTY
     block_rows: Ints = EMPTY
     block_ids: Ints = EMPTY
@@ -803,6 +805,8 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_words(rows=self.rows, block_rows=self.block_rows)
+        if self.again and (self.rows.nbytes or self.new or self.resumed or self.continued):
+            raise ValueError("`again` is for schedules without `rows`, `new`, `resumed` and `continued`")
         if self.num_tokens.nbytes:
             _check_lengths(self.rows.nbytes // 4, num_tokens=self.num_tokens)
         _check_lengths(self.block_rows.nbytes // 4, block_ids=self.block_ids)

@@ -112,8 +112,8 @@ class ExecutorCore:
         self._window_s = config.batching_window_ms / 1000
         self._counters = Counters()
         self._bus_counters: dict[str, float] = {}
-        self._rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size)
-        self._merger = Merger(self._rows, limits)
+        rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size, limits.first_blocks)
+        self._merger = Merger(rows, limits)
         self._ranks: list[_Rank | None] = [None] * config.ranks
         self._frontends: dict[int, Peer] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -165,7 +165,7 @@ class ExecutorCore:
         rank = self._ranks[peer.index]
         if rank is not None and rank.peer == peer:
             self._counters.add("executor_dropped_schedules", len(rank.pending))
-            self._rows.void(peer.index)
+            self._merger.void(peer.index)
             self._ranks[peer.index] = None
         return []
 
@@ -273,7 +273,7 @@ class ExecutorCore:
 
     def _refuse(self, rank: _Rank, schedules: list[PartialSchedule], sentence: str) -> list[Effect]:
         """Answer schedules that are not run. What the rank thinks its rows are is no longer so: they are void."""
-        self._rows.void(rank.peer.index)
+        self._merger.void(rank.peer.index)
         self._counters.add("executor_refused_schedules", len(schedules))
         effects: list[Effect] = []
         for schedule in schedules:

@@ -1,9 +1,6 @@
 """How many KV blocks there are, and where each rank's lie."""
 
-import numpy as np
-
 from bus.config import Config, ConfigError
-from executor.step import Int32, MergedStep
 
 
 class KvLayout:
@@ -38,16 +35,11 @@ class KvLayout:
         for rank in range(1, config.ranks):
             if rank % ranks_per_shard:
                 offsets[rank] = offsets[rank - 1] + self.blocks_of_rank(rank - 1)
-        self._offsets: Int32 = np.array(offsets, np.int32)
+        self.first_blocks = offsets
+        """Where each rank's blocks begin in its shard's array."""
         self.shard_blocks = max(offset + self.blocks_of_rank(rank) for rank, offset in enumerate(offsets))
 
     def blocks_of_rank(self, rank: int) -> int:
         """KV blocks of a rank: its equal share of `num_blocks`. A remainder goes to the first ranks, one each."""
         share, remainder = divmod(self.num_blocks, self._ranks)
         return share + (rank < remainder)
-
-    def tables(self, step: MergedStep) -> Int32:
-        """The step's block tables in the shards' numbering; the spare block stands behind each sequence's last."""
-        used = -(-(step.positions + step.num_tokens) // self.block_size)
-        owned = np.arange(step.block_tables.shape[1]) < used[:, None]
-        return np.where(owned, step.block_tables + self._offsets[step.ranks][:, None], np.int32(0))

@@ -20,13 +20,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What schedules are checked against. `blocks_of_rank` has the KV blocks of each rank."""
+    """What schedules are checked against. `blocks_of_rank` has the KV blocks of each rank.
+
+    `first_blocks`, where given, is the number that the first block of each rank has in the merged step.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     blocks_of_rank: Sequence[int]
+    first_blocks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,51 @@ class Part:
     samples: npt.NDArray[np.bool_]
 
 
+@dataclass(slots=True)
+class _Steady:
+    """Rows of a rank that run again and again, one token each, all drawing one.
+
+    `rows`, `ones` and `samples` [n] stay the same objects; `ends` [n] is as in `Part`, `longest` its largest. `room`
+    [n] is how many positions each row's blocks have. `places` [rows of the rank] says where a row is in these, or -1.
+    """
+
+    rows: Int32
+    ones: Int32
+    samples: npt.NDArray[np.bool_]
+    ends: Int32
+    longest: int
+    room: Int32
+    places: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What parts of the same rows as before have in common when they are put together."""
+
+    parts: list[Part]
+    ranks: Int32
+    rows: Int32
+    num_tokens: Int32
+    samples: npt.NDArray[np.bool_]
+
+
 class Merger:
     """Applies schedules to the rows, in the order in which they are to run, and puts parts together."""
 
     def __init__(self, rows: Rows, limits: Limits) -> None:
         self._rows = rows
         self._limits = limits
+        self._last: dict[int, Part] = {}
+        """What each rank ran last."""
+        self._steady: dict[int, _Steady] = {}
+        """By rank, of those that run the same rows again."""
+        self._joined: _Joined | None = None
+
+    def void(self, rank: int) -> None:
+        """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""
+        self._last.pop(rank, None)
+        self._steady.pop(rank, None)
+        self._rows.void(rank)
 
     def apply(self, rank: int, schedule: PartialSchedule) -> Part:
         """Check a rank's next schedule and bring its rows up to date with it.
@@ -60,27 +103,80 @@ class Merger:
                 then: it has to set up again what it still wants to run.
         """
         try:
+            if schedule.again:
+                return self._run_again(rank, schedule)
+            self._steady.pop(rank, None)
             setups = self._set_up(rank, schedule)
             self._append_blocks(rank, schedule)
-            return self._advance(rank, schedule, setups)
+            part = self._last[rank] = self._advance(rank, schedule, setups)
+            return part
         except Refused:
-            self._rows.void(rank)
+            self.void(rank)
             raise
 
-    def merge(self, parts: Sequence[Part]) -> MergedStep:
+    def merge(self, parts: list[Part]) -> MergedStep:
         """One batch of `parts`, which are in rank order and of different ranks; at least one."""
-        rows = np.concatenate([part.rows for part in parts])
+        joined = self._join(parts)
         ends = np.concatenate([part.ends for part in parts])
-        num_tokens = np.concatenate([part.num_tokens for part in parts])
         return MergedStep(
             setups=[setup for part in parts for setup in part.setups],
-            ranks=rows // np.int32(self._limits.max_num_seqs),
-            rows=rows,
-            positions=ends - num_tokens,
-            num_tokens=num_tokens,
-            samples=np.concatenate([part.samples for part in parts]),
-            block_tables=self._rows.tables(rows, ends),
+            ranks=joined.ranks,
+            rows=joined.rows,
+            positions=ends - joined.num_tokens,
+            num_tokens=joined.num_tokens,
+            samples=joined.samples,
+            block_tables=self._rows.tables(joined.rows, int(ends.max())),
         )
+
+    def _join(self, parts: list[Part]) -> _Joined:
+        """Put together what does not change while the same rows run again; it is the same objects then."""
+        before = self._joined
+        if before is not None and len(parts) == len(before.parts):
+            pairs = zip(parts, before.parts, strict=True)
+            if all(part.rows is old.rows and part.num_tokens is old.num_tokens for part, old in pairs):
+                return before
+        rows = np.concatenate([part.rows for part in parts])
+        ranks = rows // np.int32(self._limits.max_num_seqs)
+        num_tokens = np.concatenate([part.num_tokens for part in parts])
+        samples = np.concatenate([part.samples for part in parts])
+        self._joined = _Joined(parts, ranks, rows, num_tokens, samples)
+        return self._joined
+
+    def _run_again(self, rank: int, schedule: PartialSchedule) -> Part:
+        steady = self._steady.get(rank)
+        if steady is None:
+            steady = self._steady[rank] = self._begin_again(rank)
+        if schedule.block_ids.nbytes:
+            self._append_blocks(rank, schedule)
+            rows = unpack_ints(schedule.block_rows)
+            rows = rows[steady.places[rows] >= 0]
+            steady.room[steady.places[rows]] = self._room(rows + np.int32(self._first_row(rank)))
+        ends = steady.ends = steady.ends + np.int32(1)
+        steady.longest += 1
+        if steady.longest > self._limits.max_model_len:
+            self._refuse_too_far(
+                int(steady.rows[ends.argmax()]) - self._first_row(rank), steady.longest, steady.longest
+            )
+        if (uncovered := ends > steady.room).any():
+            self._refuse_uncovered(rank, steady.rows, ends, uncovered)
+        self._rows.advance(steady.rows, ends, steady.samples)
+        return Part(rank, schedule.step, [], steady.rows, ends, steady.ones, steady.samples)
+
+    def _begin_again(self, rank: int) -> _Steady:
+        last = self._last.get(rank)
+        if last is None:
+            raise Refused("it runs the rows of the last schedule again, but there is none")
+        if not last.samples.all():
+            row = int(last.rows[last.samples.argmin()]) - self._first_row(rank)
+            raise Refused(f"row {row} did not come to its last token; only rows that drew one can run again")
+        places = np.full(self._limits.max_num_seqs, -1, np.int32)
+        places[last.rows - self._first_row(rank)] = np.arange(last.rows.size)
+        room = self._room(last.rows)
+        return _Steady(last.rows, np.ones_like(last.rows), last.samples, last.ends, int(last.ends.max()), room, places)
+
+    def _room(self, rows: Int32) -> Int32:
+        room: Int32 = self._rows.num_blocks[rows] * np.int32(self._rows.block_size)
+        return room
 
     def _set_up(self, rank: int, schedule: PartialSchedule) -> list[RowSetup]:
         count = len(schedule.new) + len(schedule.resumed) + len(schedule.continued)
@@ -150,7 +246,8 @@ class Merger:
         too_many = self._rows.num_blocks[mine] + appended > self._rows.most_blocks
         if too_many.any():
             raise Refused(f"row {too_many.argmax()} gets more than the {self._rows.most_blocks} blocks a row can use")
-        self._rows.append_blocks(rows + np.int32(self._first_row(rank)), blocks)
+        one_each = int(appended.max()) == 1
+        self._rows.append_blocks(rows + np.int32(self._first_row(rank)), blocks, one_each)
 
     def _advance(self, rank: int, schedule: PartialSchedule, setups: list[RowSetup]) -> Part:
         local = unpack_ints(schedule.rows)
@@ -174,12 +271,15 @@ class Merger:
             self._refuse_too_far(
                 int(local[too_far.argmax()]), int(lengths[too_far.argmax()]), int(ends[too_far.argmax()])
             )
-        uncovered = ends > self._rows.num_blocks[rows] * self._rows.block_size
-        if uncovered.any():
-            raise Refused(f"row {local[uncovered.argmax()]} has no block for position {ends[uncovered.argmax()] - 1}")
+        if (uncovered := ends > self._room(rows)).any():
+            self._refuse_uncovered(rank, rows, ends, uncovered)
         samples = ends == lengths
         self._rows.advance(rows, ends, samples)
         return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples)
+
+    def _refuse_uncovered(self, rank: int, rows: Int32, ends: Int32, uncovered: npt.NDArray[np.bool_]) -> NoReturn:
+        place = int(uncovered.argmax())
+        raise Refused(f"row {rows[place] - self._first_row(rank)} has no block for position {ends[place] - 1}")
 
     def _refuse_too_far(self, row: int, length: int, end: int) -> NoReturn:
         if length == 0:

@@ -1,8 +1,7 @@
 """Where the parts of a step lie in the arrays that the device takes: data shards, rows of a shard, padding."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,18 @@ _IDLE = Sampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 class Places(NamedTuple):
-    """The shard of each entry of something, and its place among the shard's entries; int32 [n] both."""
+    """Where entries of something go: the shard of each, its place among the shard's entries, its row in the shard.
+
+    int32 [n] all.
+    """
 
     shards: Int32
     places: Int32
+    rows: Int32
     most: int
     """Entries of the shard that has most."""
+    at: tuple[Any, Any]
+    """Shards and places, as an index that is as simple as can be."""
 
 
 class SetupPiece(NamedTuple):
@@ -39,16 +44,18 @@ class SetupPiece(NamedTuple):
     ints: Int32
 
 
-@dataclass(frozen=True, slots=True)
 class Placement:
     """Ranks are parted into `shards` in order, `ranks_per_shard` each, and each has `max_num_seqs` rows.
 
     A shard's rows are its ranks' rows one after the other, and a spare one at the end, which padding names.
     """
 
-    shards: int
-    ranks_per_shard: int
-    max_num_seqs: int
+    def __init__(self, shards: int, ranks_per_shard: int, max_num_seqs: int) -> None:
+        self.shards = shards
+        self.ranks_per_shard = ranks_per_shard
+        self.max_num_seqs = max_num_seqs
+        self._last: tuple[Int32, Places] | None = None
+        """What was asked for last: steps of the same rows have the same array."""
 
     @property
     def rows(self) -> int:
@@ -57,26 +64,40 @@ class Placement:
 
     def place(self, rows: Int32) -> Places:
         """Where entries of global `rows` go, which are in the order of their shards."""
+        if self._last is not None and self._last[0] is rows:
+            return self._last[1]
         shards = rows // np.int32(self.rows)
         counts = np.bincount(shards, minlength=self.shards)
-        places = np.arange(rows.size, dtype=np.int32) - (np.cumsum(counts) - counts).astype(np.int32)[shards]
-        return Places(shards, places, int(counts.max()))
+        numbers = np.arange(rows.size, dtype=np.int32)
+        places = numbers - (np.cumsum(counts) - counts).astype(np.int32)[shards]
+        at = (0, slice(rows.size)) if self.shards == 1 else (shards, places)
+        placed = Places(shards, places, rows % np.int32(self.rows), int(counts.max()), at)
+        self._last = (rows, placed)
+        return placed
+
+    def draws(self, step: MergedStep, places: Places) -> tuple[Int32, Places]:
+        """Which entries of a step at `places` draw a token (int32 [m]), and where what they draw goes."""
+        if step.samples.all():
+            return np.arange(step.rows.size, dtype=np.int32), places
+        indices = np.flatnonzero(step.samples).astype(np.int32)
+        return indices, self.place(step.rows[indices])
 
     def most_tokens(self, step: MergedStep, places: Places) -> int:
         """Tokens of the shard that has most."""
         return int(np.bincount(places.shards, weights=step.num_tokens).max())
 
-    def pack_batch(self, step: MergedStep, tables: Int32, places: Places, size: int, most_blocks: int) -> Int32:
+    def pack_batch(self, step: MergedStep, places: Places, size: int, most_blocks: int) -> Int32:
         """An `attention.Batch` of `size` sequences per shard, in one array [shards, size, 3 + most_blocks].
 
-        One array, so that it travels to the device at once. `tables` are the block tables in the shards' numbering.
+        One array, so that it travels to the device at once.
         """
         packed = np.zeros((self.shards, size, FIELDS + most_blocks), np.int32)
         packed[:, :, 0] = self.rows
-        packed[places.shards, places.places, :FIELDS] = np.stack(
-            [step.rows % self.rows, step.positions, step.num_tokens], axis=1
-        )
-        packed[places.shards, places.places, FIELDS : FIELDS + tables.shape[1]] = tables
+        shards, lines = places.at
+        packed[shards, lines, 0] = places.rows
+        packed[shards, lines, 1] = step.positions
+        packed[shards, lines, 2] = step.num_tokens
+        packed[shards, lines, FIELDS : FIELDS + step.block_tables.shape[1]] = step.block_tables
         return packed
 
     def pack_picks(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:
@@ -84,12 +105,12 @@ class Placement:
 
         `indices` says which entries of the step draw, `drawn` where those go.
         """
-        rows = step.rows[indices]
         picks = np.zeros((self.shards, size, 3), np.int32)
         picks[:, :, 1] = self.rows
-        picks[drawn.shards, drawn.places] = np.stack(
-            [places.places[indices], rows % self.rows, step.positions[indices] + step.num_tokens[indices]], axis=1
-        )
+        shards, lines = drawn.at
+        picks[shards, lines, 0] = places.places[indices]
+        picks[shards, lines, 1] = drawn.rows
+        picks[shards, lines, 2] = (step.positions + step.num_tokens)[indices]
         return picks
 
     def setup_pieces(self, setups: list[RowSetup]) -> Iterator[SetupPiece]:

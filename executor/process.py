@@ -50,6 +50,7 @@ class Executor:
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             blocks_of_rank=[runner.blocks_of_rank(rank) for rank in range(config.ranks)],
+            first_blocks=runner.first_blocks,
         )
         construction = Construction(source.name, limits)
         recorder = journal.start(config, me, construction, plain, facts)

@@ -134,6 +134,11 @@ class Runner:
         """KV blocks of a rank: its equal share of `num_blocks`. A remainder goes to the first ranks, one each."""
         return self._kv_layout.blocks_of_rank(rank)
 
+    @property
+    def first_blocks(self) -> list[int]:
+        """What steps' block tables have for each rank's block 0; see `merge.Limits`."""
+        return self._kv_layout.first_blocks
+
     def warm_up(self, progress: Progress) -> None:
         """Compile all programs, or take them from the cache of an earlier start. After this no step compiles any."""
         self._trace()
@@ -149,8 +154,7 @@ class Runner:
         else:
             name, size = "mixed", bucket(self._mixed_sizes, self._placement.most_tokens(step, places))
             sequences = self._placement.rows
-        tables = self._kv_layout.tables(step)
-        batch = self._placement.pack_batch(step, tables, places, sequences, self._kv_layout.most_blocks)
+        batch = self._placement.pack_batch(step, places, sequences, self._kv_layout.most_blocks)
         x, shared = self._programs.run(f"{name} enter", size, self._outer, self._history, batch)
         for place, layers in enumerate(self._layers):
             ending, x, self._kv[place] = self._programs.run(f"{name} layers", size, layers, self._kv[place], x, shared)
@@ -240,9 +244,8 @@ class Runner:
 
     def _draw(self, step: MergedStep, places: Places, ending: Array) -> _Drawn:
         """Draw for the sequences of a step that sample, `ending` being their last tokens' output."""
-        indices = np.flatnonzero(step.samples).astype(np.int32)
+        indices, drawn = self._placement.draws(step, places)
         rows = step.rows[indices]
-        drawn = self._placement.place(rows)
         size = bucket(self._decode_sizes, drawn.most)
         picks = self._placement.pack_picks(step, places, indices, drawn, size)
         logits = raw = self._programs.run("head", size, self._outer, ending, picks)

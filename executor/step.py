@@ -33,7 +33,10 @@ class MergedStep:
     A global row is rank × max_num_seqs + the rank's row. `positions` is where each sequence's first token of this step
     lies; the token there is in the row's history on the device, or sampled by a step still running. `samples` says
     whether the step reaches the row's last known token and so draws the next one. `block_tables` [n, widest] holds
-    the blocks of each sequence in the rank's own numbering, up to the last token of the step; the rest of a line is 0.
+    the blocks of each sequence, as many as the longest one needs in this step, and 0 where it has none; a rank's block
+    numbers begin at `merge.Limits.first_blocks`.
+
+    A step of the same sequences as the one before has the same objects for `ranks`, `rows`, `num_tokens` and `samples`.
     """
 
     setups: list[RowSetup]

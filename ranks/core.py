@@ -232,7 +232,8 @@ class RankCore:
             return
         self._in_flight.popleft()
         self._tell_outputs(outputs)
-        self._woken()
+        self._may_schedule = True
+        self._loads.changed = self._loads.changed or not self._scheduler.is_steady()
 
     def _begin_anew(self, message: str) -> None:
         """What the executor holds for this rank is no longer what the scheduler thinks: all requests end."""

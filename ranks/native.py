@@ -3,8 +3,8 @@
 The parts: requests that wait (`ranks.waiting`) get rows (`ranks.batch`) and KV blocks (`ranks.block_pool`, by way of
 `ranks.kv_cache`) when a step is planned (`ranks.planning`). Here they are put together, and steps come back.
 
-In steady decode a step touches arrays by row and no request; requests are looked at when they come, enter a row, leave
-it, end, or fill a block.
+In steady decode (`ranks.steady`) a step touches arrays by row and no request; requests are looked at when they come,
+enter a row, leave it, end, or fill a block.
 """
 
 from collections import deque
@@ -46,6 +46,7 @@ from ranks.rendering import render
 from ranks.request import Int32, Request, new_request
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
 from ranks.statistics import Statistics
+from ranks.steady import Steady
 from ranks.waiting import Waiting
 
 NOT_A_NUMBER = -2
@@ -68,6 +69,10 @@ class NativeScheduler:
         self._statistics = Statistics(counters)
         self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._statistics)
         self._steps: deque[Step] = deque()
+        self._steady: Steady | None = None
+        """In charge of all rows while it is there; see `_unsettle`."""
+        self._last_rows: Rows = np.empty(0, np.intp)
+        """Those of the step made last."""
         self._num_added = 0
         self._by_key: dict[tuple[int, int], Request] = {}
         self._by_name: dict[str, Request] = {}
@@ -162,6 +167,7 @@ class NativeScheduler:
     def _leave(self, rows: list[int]) -> None:
         """Give back the rows and blocks of requests that have ended."""
         if rows:
+            self._unsettle()
             for row in rows:
                 self._kv.release(row)
                 self._planner.drafts.pop(row, None)
@@ -170,12 +176,33 @@ class NativeScheduler:
     # Steps
 
     def schedule(self, step: int, now: float) -> PartialSchedule | None:
+        return self._again(step) or self._schedule(step, now)
+
+    def _again(self, step: int) -> PartialSchedule | None:
+        """The same rows once more, if they are steady and nobody can join them."""
+        steady = self._steady
+        if steady is None or self._planner.pause_state == "paused_all" or self._planner.drafts:
+            return None
+        if len(self._waiting) and self._batch.num_free and self._planner.pause_state == "unpaused":
+            return None
+        plan = steady.plan(step)
+        if plan is None:
+            return None
+        self._untold.clear()
+        self._statistics.scheduled(steady.size)
+        self._steps.append(plan)
+        blocks = (pack_ints(plan.block_rows), pack_ints(plan.block_ids)) if plan.block_ids else (EMPTY, EMPTY)
+        more = steady.expects_more() or len(self._waiting) > 0
+        return PartialSchedule(step=step, again=True, block_rows=blocks[0], block_ids=blocks[1], more=more)
+
+    def _schedule(self, step: int, now: float) -> PartialSchedule | None:
         plan = self._plan(step, now)
         while plan.rows.size == 0 and plan.preempted:
             plan = self._plan(step, now)  # the first that ran gave way to others, which nothing keeps from running now
         if plan.rows.size == 0:
             return None
         self._steps.append(plan)
+        self._watch(plan)
         batch = self._batch
         new = []
         resumed = []
@@ -196,7 +223,30 @@ class NativeScheduler:
             more=self._planner.expects_more(),
         )
 
+    def _watch(self, plan: Step) -> None:
+        """Look whether decode is steady from `plan` on: the last step had the same rows, and they all draw."""
+        same = np.array_equal(plan.rows, self._last_rows)
+        self._last_rows = plan.rows
+        if (
+            same
+            and plan.rows.size == self._batch.running.size <= self._config.max_num_batched_tokens
+            and not self._constrained
+            and self._batch.num_leaving == 0
+            and all(step.is_plain and np.array_equal(step.rows, plan.rows) for step in self._steps)
+        ):
+            self._steady = Steady(self._batch, self._kv, self._steps, names_early=self._config.async_depth > 1)
+
+    def _unsettle(self) -> None:
+        """Something else than steady decode is to come: the batch is in charge again."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
+    def is_steady(self) -> bool:
+        return self._steady is not None
+
     def _plan(self, number: int, now: float) -> Step:
+        self._unsettle()
         self._untold.clear()
         plan = self._planner.plan(number)
         for request, cached in plan.entered:
@@ -211,10 +261,20 @@ class NativeScheduler:
         return plan
 
     def update(self, result: StepResult) -> StepOutputs:
-        step = self._steps[0]
         tokens = unpack_ints(result.tokens)
-        self._check(step, tokens)
+        steady = self._steady
+        if steady is not None and not result.logprobs and self._are_drawn(tokens) and steady.take(tokens):
+            number = self._steps.popleft().number
+            self._batch.complete(number)
+            self._statistics.generated(steady.size, 0)
+            return steady.outputs(number, tokens)
+        self._check(self._steps[0], tokens)
         return self._take(tokens[:, None], (tokens >= 0).astype(np.int32), tokens == NOT_A_NUMBER, result.logprobs)
+
+    def _are_drawn(self, tokens: Int32) -> bool:
+        """Whether each row of the oldest step has a token of the vocabulary."""
+        fits = tokens.size == self._steps[0].rows.size
+        return fits and int(tokens.min()) >= 0 and int(tokens.max()) < self._pool.vocab_size
 
     def _check(self, step: Step, tokens: Int32) -> None:
         if tokens.size != step.rows.size:
@@ -230,6 +290,7 @@ class NativeScheduler:
         self, table: Int32, lengths: Int32, broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
     ) -> StepOutputs:
         """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest]."""
+        self._unsettle()
         step = self._steps.popleft()
         batch = self._batch
         batch.complete(step.number)
@@ -377,6 +438,7 @@ class NativeScheduler:
         for name, tokens in drafts.items():
             if any(not 0 <= token < self._pool.vocab_size for token in tokens):
                 raise Refused(f"request {name} has a draft that is not in 0 … {self._pool.vocab_size - 1}")
+        self._unsettle()
         taken = []
         for name, tokens in drafts.items():
             request = self._by_name.get(name)
@@ -392,7 +454,12 @@ class NativeScheduler:
 
     # Probes
 
+    def _bring_up_to_date(self) -> None:
+        if self._steady is not None:
+            self._steady.settle()
+
     def load(self) -> LoadFigures:
+        self._bring_up_to_date()
         batch = self._batch
         rows = batch.running
         lengths = batch.known[rows]
@@ -407,6 +474,7 @@ class NativeScheduler:
         )
 
     def token_count(self) -> int:
+        self._bring_up_to_date()
         return self._waiting.num_tokens + int(self._batch.known[self._batch.running].sum())
 
     def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
@@ -433,6 +501,7 @@ class NativeScheduler:
 
     def reset_prefix_cache(self, reset_running: bool) -> bool:
         if reset_running:
+            self._unsettle()
             for row in self._batch.running[::-1].tolist():
                 self._planner.preempt(row)
         return self._blocks.clear()

@@ -44,6 +44,11 @@ class Step:
         """Tokens computed in it."""
         return int(self.counts.sum())
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row draws one token, and there is nothing else to be told of it."""
+        return bool(self.samples.all()) and not self.drafts and not self.started and not self.preempted
+
 
 class Planner:
     """Moves requests between the batch and those that wait, and makes steps of the batch."""

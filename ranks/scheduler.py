@@ -108,6 +108,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def is_steady(self) -> bool:
+        """Whether nothing has changed with the last step but for tokens: `load` says what it said before."""
+        ...
+
     def set_pause(self, state: PauseState) -> None:
         """``paused_new`` schedules only what runs already, ``paused_all`` nothing."""
         ...

@@ -299,6 +299,9 @@ class VllmScheduler:
         broken = [entry for entry, token in zip(step.entries, tokens, strict=True) if token == NOT_A_NUMBER]
         return self._update([[token] if token >= 0 else [] for token in tokens], broken, result.logprobs)
 
+    def is_steady(self) -> bool:
+        return False
+
     def set_pause(self, state: PauseState) -> None:
         self._vllm.set_pause_state(_PAUSE[state])
 

@@ -96,7 +96,8 @@ class Driver:
             row.pending += samples[-1]
             while len(row.blocks) * self.config.block_size < row.computed:
                 row.blocks.append(self._free[where[0]].pop())
-            tables.append(list(row.blocks))
+            first = self.runner.first_blocks[where[0]]
+            tables.append([first + block for block in row.blocks])
         widest = max(map(len, tables))
         step = MergedStep(
             setups=self._setups,

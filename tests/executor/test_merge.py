@@ -46,10 +46,14 @@ class RankModel:
     rank: int
     rows: dict[int, RankRow] = field(default_factory=dict)
     step: int = 0
+    last: list[int] = field(default_factory=list)
+    """The rows of the last schedule, if all of them drew a token."""
 
     def schedule(self, data: st.DataObject) -> PartialSchedule:
         draw = data.draw
         self.step += 1
+        if self.last and draw(st.booleans()) and all(self.rows[row].computed < MAX_LEN for row in self.last):
+            return self.schedule_again(data)
         new, resumed, continued = [], [], []
         touched: set[int] = set()
         for row in draw(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=2)):
@@ -119,6 +123,19 @@ class RankModel:
             continued=continued,
         )
 
+    def schedule_again(self, data: st.DataObject) -> PartialSchedule:
+        block_rows, block_ids = [], []
+        others = data.draw(st.lists(st.sampled_from(sorted(self.rows)), max_size=1))
+        for row in [*self.last, *others]:
+            held = self.rows[row]
+            if len(held.blocks) * BLOCK < held.computed + 1 or (row in others and len(held.blocks) * BLOCK < MAX_LEN):
+                block_rows.append(row)
+                block_ids.append(data.draw(st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1)))
+                held.blocks.append(block_ids[-1])
+        return PartialSchedule(
+            step=self.step, again=True, block_rows=pack_ints(block_rows), block_ids=pack_ints(block_ids)
+        )
+
     def draw_blocks(self, data: st.DataObject, computed: int) -> list[int]:
         count = -(-computed // BLOCK) + data.draw(st.integers(0, 1))
         block = st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1)
@@ -127,7 +144,7 @@ class RankModel:
     def expect(self, schedule: PartialSchedule) -> list[tuple[int, list[int], int, bool, list[int]]]:
         """What the device should see: (row, tokens that run, first position, samples, blocks up to the last one)."""
         seen = []
-        rows = unpack_ints(schedule.rows).tolist()
+        rows = self.last if schedule.again else unpack_ints(schedule.rows).tolist()
         for row, count in zip(rows, unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows), strict=True):
             held = self.rows[row]
             first, end = held.computed, held.computed + count
@@ -136,6 +153,7 @@ class RankModel:
             held.computed = end
             if samples:
                 held.tokens.append(drawn(self.rank * ROWS + row, end))
+        self.last = rows if all(samples for _, _, _, samples, _ in seen) else []
         return seen
 
 
@@ -172,10 +190,11 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
             if not data.draw(st.booleans()):
                 continue
             schedule = model.schedule(data)
-            if not schedule.rows.nbytes:
+            if not schedule.rows.nbytes and not schedule.again:
                 with pytest.raises(Refused, match="no row runs"):
                     subject.apply(model.rank, schedule)
                 model.rows.clear()
+                model.last = []
                 continue
             parts.append(subject.apply(model.rank, schedule))
             expected += [(model.rank, *item) for item in model.expect(schedule)]
@@ -188,8 +207,10 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
         assert ran == [item[2] for item in expected]
         assert step.positions.tolist() == [item[3] for item in expected]
         assert step.samples.tolist() == [item[4] for item in expected]
-        widest = max(len(item[5]) for item in expected)
-        assert step.block_tables.tolist() == [item[5] + [0] * (widest - len(item[5])) for item in expected]
+        assert step.block_tables.shape[1] == max(len(item[5]) for item in expected)
+        for line, (rank, row, *_) in zip(step.block_tables, expected, strict=True):
+            blocks = ranks[rank].rows[row].blocks[: line.size]
+            assert line.tolist() == blocks + [0] * (line.size - len(blocks))
         for array in (step.ranks, step.rows, step.positions, step.num_tokens, step.block_tables):
             assert array.dtype == np.int32
         results = split(parts, sampled, ROWS)
@@ -221,6 +242,7 @@ RESUMED = ResumeRow(
 
 REFUSED = {
     "no row runs": partial(rows=[]),
+    "it runs the rows of the last schedule again, but there is none": partial(rows=[], again=True),
     "row 4 does not exist; rows are 0 to 3": partial(rows=[4]),
     "row -1 does not exist": partial(rows=[0, -1]),
     "row 9223372036854775807 does not exist": partial(new=[new_row(row=2**63 - 1)]),
@@ -305,6 +327,27 @@ def test_a_row_is_not_computed_past_max_model_len() -> None:
     assert subject.apply(0, partial(new=[full])).samples.tolist() == [True]
     with pytest.raises(Refused, match="past max_model_len 40"):
         subject.apply(0, partial(step=2))
+
+
+def test_only_rows_that_drew_a_token_run_again() -> None:
+    subject = merger()
+    subject.apply(0, partial(rows=[1, 0], new=[new_row(0), new_row(1)], num_tokens=pack_ints([3, 2])))
+    with pytest.raises(Refused, match="row 0 did not come to its last token"):
+        subject.apply(0, partial(step=2, rows=[], again=True))
+    with pytest.raises(Refused, match="but there is none"):
+        subject.apply(0, partial(step=3, rows=[], again=True))
+
+
+def test_rows_that_run_again_stop_at_the_end_of_their_blocks_and_of_the_model() -> None:
+    again = {"rows": [], "again": True}
+    subject = merger()
+    subject.apply(0, partial(new=[new_row(prompt=[1] * BLOCK)], num_tokens=pack_ints([BLOCK])))
+    with pytest.raises(Refused, match=f"row 0 has no block for position {BLOCK}"):
+        subject.apply(0, partial(step=2, **again))
+    full = new_row(prompt=[1] * MAX_LEN, blocks=[0, 1, 2, 3, 4], num_computed_tokens=MAX_LEN - 1)
+    subject.apply(0, partial(step=3, new=[full]))
+    with pytest.raises(Refused, match=f"row 0 would be computed up to {MAX_LEN + 1}, past max_model_len {MAX_LEN}"):
+        subject.apply(0, partial(step=4, **again))
 
 
 def test_logprobs_go_to_the_rank_and_row_they_are_of() -> None:

@@ -22,7 +22,7 @@ from executor.kv_layout import KvLayout
 from executor.placement import SETUP_ROWS, SETUP_TOKENS, Placement
 from executor.programs import bucket, sizes_up_to
 from executor.runner import Runner
-from executor.step import MergedStep, RowSetup
+from executor.step import RowSetup
 from tests.executor.driving import GREEDY, Driver
 from tests.models import write_folder
 
@@ -147,17 +147,8 @@ def test_ranks_have_blocks_of_their_own_and_none_the_spare_one() -> None:
         owned: dict[int, list[int]] = {0: [], 1: []}
         for rank in range(3):
             blocks = made.blocks_of_rank(rank)
-            table = np.arange(blocks, dtype=np.int32)[None]
-            step = MergedStep(
-                setups=[],
-                ranks=np.array([rank], np.int32),
-                rows=np.array([rank * 2], np.int32),
-                positions=np.array([16 * blocks - 1], np.int32),
-                num_tokens=np.ones(1, np.int32),
-                samples=np.ones(1, np.bool_),
-                block_tables=table,
-            )
-            owned[rank // (3 if shards == 1 else 2)] += made.tables(step)[0].tolist()
+            first = made.first_blocks[rank]
+            owned[rank // (3 if shards == 1 else 2)] += range(first, first + blocks)
         for blocks in owned.values():
             assert sorted(blocks) == list(range(1, len(blocks) + 1))
             assert len(blocks) < made.shard_blocks

@@ -125,6 +125,8 @@ class NativeOnTheBus(_Native):
         super().__init__(scheduler)
         self._rows: dict[int, int] = {}
         self._schedule: PartialSchedule | None = None
+        self._ran: list[int] = []
+        """The rows of the last schedule."""
 
     def schedule(self) -> Decision:
         self._schedule = schedule = self.scheduler.schedule(self._step, 0.0)
@@ -143,7 +145,7 @@ class NativeOnTheBus(_Native):
             unpack_ints(schedule.block_rows).tolist(), unpack_ints(schedule.block_ids).tolist(), strict=True
         ):
             given.setdefault(self._rows[row], []).append(block)
-        rows = unpack_ints(schedule.rows).tolist()
+        rows = self._ran = self._ran if schedule.again else unpack_ints(schedule.rows).tolist()
         counts = unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows)
         decision = Decision(
             scheduled=tuple((self._rows[row], count) for row, count in zip(rows, counts, strict=True)),
@@ -166,7 +168,7 @@ class NativeOnTheBus(_Native):
         step = self.scheduler._steps[0]
         tokens = [
             (sampled[self._rows[row]] or [-1])[0] if samples else -1
-            for row, samples in zip(unpack_ints(schedule.rows).tolist(), step.samples.tolist(), strict=True)
+            for row, samples in zip(self._ran, step.samples.tolist(), strict=True)
         ]
         messages = self.scheduler.update(StepResult(step=schedule.step, tokens=pack_ints(tokens)))
         assert [frontend for frontend, _ in messages] in ([], [0])

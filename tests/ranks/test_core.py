@@ -74,6 +74,9 @@ class FakeScheduler:
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self.requests
 
+    def is_steady(self) -> bool:
+        return False
+
     def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
         if turn.close:
             return self._finish([(frontend, turn.handle)], "abort")

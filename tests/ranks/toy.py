@@ -86,9 +86,11 @@ class ToyExecutor:
     results: deque[StepResult] = field(default_factory=deque)
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    last_rows: list[int] = field(default_factory=list)
     in_flight_rows: deque[list[int]] = field(default_factory=deque)
     nan_rows: set[int] = field(default_factory=set)
     resumed: int = 0
+    again: int = 0
     cached: int = 0
 
     def __post_init__(self) -> None:
@@ -99,8 +101,9 @@ class ToyExecutor:
         self.merger = Merger(Rows(1, self.max_num_seqs, pool.max_model_len, pool.block_size), limits)
 
     def run(self, schedule: PartialSchedule) -> None:
-        rows = unpack_ints(schedule.rows).tolist()
+        rows = self.last_rows = self.last_rows if schedule.again else unpack_ints(schedule.rows).tolist()
         counts = unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows)
+        self.again += schedule.again
         assert rows
         assert len(set(rows)) == len(rows)
         assert all(0 <= row < self.max_num_seqs for row in rows)

@@ -408,9 +408,9 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
 class Append(ClientMessage, frozen=True, kw_only=True):
     """Next input of a session (a request opened with `resumable`); `resumable` false closes it.
 
-    At most one of `text`, `messages` and `prompt_token_ids` is the input; none is an empty one. `messages` (chat, OpenAI
-    form) follow the answer of the turn before: what the chat template writes after an answer comes first, such as the
-    end-of-message token, which was not kept.
+    At most one of `text`, `messages` and `prompt_token_ids` is the input; none is an empty one. `messages` (chat,
+    OpenAI form) follow the answer of the turn before: what the chat template writes after an answer comes first, such
+    as the end-of-message token, which was not kept.
 
     `params` replace the session's whole for this turn; None are those that it was opened with. The tokens and
     parameters of a closing one are ignored.

@@ -80,6 +80,8 @@ class Tracker:
     def __init__(self) -> None:
         self._of_handle: dict[tuple[Any, ...], str] = {}
         self._of_row: dict[tuple[Any, ...], str] = {}
+        self._last: dict[tuple[Any, ...], list[int]] = {}
+        """The rows of each rank's last schedule, which may run again."""
         self._of_step: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def requests(self, item: Item) -> frozenset[str]:
@@ -104,7 +106,8 @@ class Tracker:
     def _schedule(self, peer: tuple[Any, ...], fields: dict[str, Any]) -> frozenset[str]:
         for setup in [*fields.get("new", ()), *fields.get("resumed", ())]:
             self._of_row[*peer, setup["row"]] = setup["request_id"]
-        names = (self._of_row.get((*peer, row)) for row in fields["rows"])
+        rows = self._last[peer] = self._last.get(peer, []) if fields.get("again") else fields["rows"]
+        names = (self._of_row.get((*peer, row)) for row in rows)
         found = frozenset(name for name in names if name is not None)
         self._of_step[*peer, fields["step"]] = found
         return found

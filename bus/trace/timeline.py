@@ -115,6 +115,7 @@ class _Frame(msgspec.Struct):
     type: str
     step: int | None = None
     rows: bytes = b""
+    again: bool = False
     handles: bytes = b""
     new: list[_Setup] = []
     resumed: list[_Setup] = []
@@ -240,6 +241,8 @@ class _Rank(_Reader):
     def __init__(self, timeline: Timeline, process: Process, header: Header, shift: float) -> None:
         super().__init__(timeline, process, header, shift)
         self._rows: dict[int, str] = {}
+        self._last = b""
+        """The rows of the last schedule, which may run again."""
 
     def _effect(self, effect: EffectRecord, span: Span) -> tuple[str, str] | None:
         if not isinstance(effect.subject, Peer) or effect.subject.role != "executor":
@@ -248,7 +251,8 @@ class _Rank(_Reader):
         if frame.type != "PartialSchedule" or frame.step is None:
             return None
         key = StepKey(self._process, frame.step)
-        self._timeline.steps[key] = Step(key, len(frame.rows) // 4, span)
+        self._last = self._last if frame.again else frame.rows
+        self._timeline.steps[key] = Step(key, len(self._last) // 4, span)
         if self._timeline.requests:
             self._follow(key, frame, span)
         return "schedule", f"step {frame.step}"
@@ -268,7 +272,7 @@ class _Rank(_Reader):
             for setup in setups:
                 self._rows[setup.row] = setup.request_id
                 self._moment(setup.request_id, Moment(span.begin, kind, key))
-        rows = memoryview(frame.rows).cast("i")
+        rows = memoryview(self._last).cast("i")
         members = [name for row in rows if (name := self._asked_for(self._rows.get(row, ""))) is not None]
         if members:
             self._timeline.members[key] = members

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from executor import sampling
-from executor.attention import Batch, Plan, Tokens, XlaAttention
+from executor.attention import Attention, Batch, Plan, Tokens
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
 
@@ -45,7 +45,7 @@ class Model(NamedTuple):
         return made, outer_leaves, [jax.tree.leaves(state) for _, state in layers]
 
     def enter(
-        self, attention: XlaAttention, num_tokens: int, outer: list[Array], history: Array, packed: Array
+        self, attention: Attention, num_tokens: int, outer: list[Array], history: Array, packed: Array
     ) -> tuple[Array, Shared]:
         """What the first layer takes, for a batch with up to `num_tokens` tokens per shard, and what all layers take.
 
@@ -61,7 +61,7 @@ class Model(NamedTuple):
 
     def run_layers(
         self,
-        attention: XlaAttention,
+        attention: Attention,
         rows: int,
         layers: list[list[Array]],
         kv: list[Array],
@@ -90,7 +90,7 @@ class Model(NamedTuple):
         return nnx.merge(self.outer_graph, jax.tree.unflatten(self.outer_tree, outer))
 
     def _run_layer(
-        self, attention: XlaAttention, layer: list[Array], kv: Array, x: Array, shared: Shared
+        self, attention: Attention, layer: list[Array], kv: Array, x: Array, shared: Shared
     ) -> tuple[Array, Array]:
         merged = nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_tree, layer))
         return merged(x, shared.rotation, kv, attention, shared.plan)

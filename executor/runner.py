@@ -16,8 +16,10 @@ from bus.config import Config, ConfigError
 from bus.model_files import ModelFacts
 from executor import compute, device, sampling, weights
 from executor.attention import XlaAttention
+from executor.attention_cpu import KernelAttention
 from executor.compute import FIELDS, Model
 from executor.constraints import Constraints, Line, compose
+from executor.kernels import library, products
 from executor.kv_layout import KvLayout
 from executor.placement import SETUP_TOKENS, Placement, Places
 from executor.programs import Programs, bucket, sizes_up_to
@@ -100,7 +102,11 @@ class Runner:
         self.vocab_size = facts.vocab_size
         self._keep_scores = keep_scores
 
-        functions, self._outer, layers = Model.take_apart(weights.load(facts, dtype, progress))
+        model = weights.load(facts, dtype, progress)
+        kernels = where.platform == "cpu" and dtype == jnp.float32 and library.load(config.cache_path)
+        if kernels:
+            products.pack_model(model)
+        functions, self._outer, layers = Model.take_apart(model)
         block_shape = (self.block_size, 2 * facts.num_kv_heads, facts.head_dim)
         block_bytes = facts.num_layers * math.prod(block_shape) * dtype.itemsize
         self._kv_layout = KvLayout(config, self.max_model_len, block_bytes, device.memory_for_sharing(where), shards)
@@ -123,7 +129,8 @@ class Runner:
         most_tokens = self._placement.ranks_per_shard * config.max_num_batched_tokens
         self._mixed_sizes = sizes_up_to(max(most_tokens, SMALLEST_MIXED), SMALLEST_MIXED)
         self._programs = Programs()
-        self._declare(functions)
+        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        self._declare(functions, kernels and KernelAttention.takes(*heads, dtype))
 
     @property
     def num_blocks(self) -> int:
@@ -193,11 +200,11 @@ class Runner:
 
     # Programs
 
-    def _declare(self, model: Model) -> None:
-        """Name all programs that steps can need, in all sizes."""
+    def _declare(self, model: Model, kernels: bool) -> None:
+        """Name all programs that steps can need, in all sizes; with attention in a kernel, or XLA's."""
         add = self._programs.add
         for name, sizes in (("decode", self._decode_sizes), ("mixed", self._mixed_sizes)):
-            attention = XlaAttention(self.block_size, one_each=name == "decode")
+            attention = KernelAttention() if kernels else XlaAttention(self.block_size, one_each=name == "decode")
             for size in sizes:
                 add(f"{name} enter", size, partial(model.enter, attention, size))
                 layers = partial(model.run_layers, attention, self._placement.rows)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from bus.model_files import ModelError, Rope
 from executor.attention import Attention, Plan
+from executor.kernels import products
 from executor.shards import Array
 
 
@@ -61,7 +62,11 @@ class SelfAttention(nnx.Module):
 
 def linear(inputs: int, outputs: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
     """x W with W [inputs, outputs], no bias."""
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs, dot_general=_product)
+
+
+def _product(x: Array, weight: Array, *_: Any, **__: Any) -> Array:
+    return products.matmul(x, weight)
 
 
 def rotation_of(positions: Array, frequencies: Array) -> tuple[Array, Array]:

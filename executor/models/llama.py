@@ -7,6 +7,7 @@ from flax import nnx
 
 from bus.model_files import ModelFacts
 from executor.attention import Attention, Plan
+from executor.kernels import products
 from executor.models.layers import GatedMlp, RMSNorm, SelfAttention, linear, rope_frequencies, rotation_of
 from executor.shards import Array
 
@@ -45,13 +46,13 @@ class Llama(nnx.Module):
         `tokens` are int32 [shards, tokens], `positions` where each of them stands in its sequence.
         """
         frequencies = rope_frequencies(self.rope, self.head_dim)
-        return self.embed_tokens.embedding[...][tokens], rotation_of(positions, frequencies)
+        return products.look_up(self.embed_tokens.embedding[...], tokens), rotation_of(positions, frequencies)
 
     def logits(self, x: Array) -> Array:
         """From the last layer's output [..., hidden] to float32 logits [..., vocabulary]."""
         x = self.norm(x)
         if self.lm_head is None:
-            return (x @ self.embed_tokens.embedding[...].T).astype(jnp.float32)
+            return products.scores(x, self.embed_tokens.embedding[...]).astype(jnp.float32)
         return self.lm_head(x).astype(jnp.float32)
 
 

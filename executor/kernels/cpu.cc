@@ -1,0 +1,437 @@
+// A step's matrix products and attention for a CPU; executor/kernels/__init__.py says what for.
+//
+// Vectors are the compiler's own, so the same text serves any CPU; it is compiled for the one at hand.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kWidth = 8;            // floats in a vector
+constexpr int kPanel = 2 * kWidth;   // columns of a weight that lie together
+
+typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+inline Vector spread(float value) { return value - Vector{}; }
+
+// The sums of four vectors.
+inline void sums(const Vector* of, float* to) {
+  const auto fold = [](Vector a, Vector b) {
+    return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+           __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  };
+  const Vector first = fold(of[0], of[1]), second = fold(of[2], of[3]);
+  const Vector both = __builtin_shufflevector(first, second, 0, 1, 8, 9, 4, 5, 12, 13) +
+                      __builtin_shufflevector(first, second, 2, 3, 10, 11, 6, 7, 14, 15);
+  for (int i = 0; i < 4; ++i) to[i] = both[i] + both[i + 4];
+}
+
+inline float sum(Vector value) {
+  float total = 0;
+  for (int i = 0; i < kWidth; ++i) total += value[i];
+  return total;
+}
+
+// Tasks in parallel
+
+// Calls `task(i)` for each i below `count`, on this thread and those of the pool that are free. Every thread takes the
+// next one that is left, so one that the machine holds up delays the others by a single task.
+template <typename Task>
+void in_parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  if (helpers < 1) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+    return;
+  }
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  // Helpers may come when all is done and this call is over; they look at `shared` only.
+  auto shared = std::make_shared<Shared>();
+  auto take = [shared, count, &task] {
+    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      task(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(take));
+  take();
+  while (shared->done.load(std::memory_order_acquire) < count) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+// Products
+
+constexpr int kRows = 6;          // rows of x that are multiplied at once: as many as the registers hold
+constexpr int64_t kAhead = 64;    // elements of a panel's columns that are asked for before they are needed
+constexpr int64_t kDeep = 768;    // elements of a panel's columns that are gone through at once
+constexpr int64_t kTall = 96;     // rows of x in a task, at most: they stay in the second-level cache
+constexpr int64_t kTaskWork = 1 << 17;  // multiplications of a task, at least
+
+// out[rows × kPanel] = x[rows × depth] · panel[depth × kPanel], added to what is there if `add`.
+//
+// Few rows have few sums, each of which waits for the one before: they take turns with `turns` sums.
+template <int rows, int turns = rows == 1 ? 4 : rows < 4 ? 2 : 1>
+void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth, float* out, int64_t out_stride,
+              bool add) {
+  Vector total[turns][rows][2] = {};
+  if (add) {
+    for (int i = 0; i < rows; ++i) {
+      for (int j = 0; j < 2; ++j) total[0][i][j] = load(out + i * out_stride + j * kWidth);
+    }
+  }
+  const auto step = [&](int64_t k, int turn) {
+    __builtin_prefetch(panel + (k + kAhead) * kPanel);
+    const Vector left = load(panel + k * kPanel), right = load(panel + k * kPanel + kWidth);
+    for (int i = 0; i < rows; ++i) {
+      const Vector factor = spread(x[i * x_stride + k]);
+      total[turn][i][0] += factor * left;
+      total[turn][i][1] += factor * right;
+    }
+  };
+  int64_t k = 0;
+  for (; k + turns <= depth; k += turns) {
+    for (int turn = 0; turn < turns; ++turn) step(k + turn, turn);
+  }
+  for (; k < depth; ++k) step(k, 0);
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      Vector whole = total[0][i][j];
+      for (int turn = 1; turn < turns; ++turn) whole += total[turn][i][j];
+      store(out + i * out_stride + j * kWidth, whole);
+    }
+  }
+}
+
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, bool);
+constexpr Multiply kMultiply[] = {nullptr,     multiply<1>, multiply<2>, multiply<3>,
+                                  multiply<4>, multiply<5>, multiply<6>};
+
+// Rows `begin` to `end` of x [·, depth] times one panel, to the columns of y [·, width] that the panel is for.
+void multiply_panel(const float* x, const float* panel, float* y, int64_t begin, int64_t end, int64_t depth,
+                    int64_t width, int64_t column) {
+  const int64_t rows = end - begin, groups = (rows + kRows - 1) / kRows;
+  const int64_t pieces = (depth + kDeep - 1) / kDeep, deep = (depth + pieces - 1) / pieces;
+  for (int64_t from = 0; from < depth; from += deep) {
+    const int64_t now = std::min(deep, depth - from);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = begin + rows * group / groups, count = begin + rows * (group + 1) / groups - first;
+      float* out = y + first * width + column;
+      kMultiply[count](x + first * depth + from, depth, panel + from * kPanel, now, out, width, from > 0);
+    }
+  }
+}
+
+// y [..., width] = x [..., depth] · weight, which lies in panels [panels, depth, kPanel].
+ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                   ffi::ResultBuffer<ffi::F32> y) {
+  const auto x_shape = x.dimensions(), w_shape = weight.dimensions(), y_shape = y->dimensions();
+  const int64_t depth = x_shape.back(), width = y_shape.back(), panels = w_shape.front();
+  if (w_shape.size() != 3 || w_shape[1] != depth || w_shape[2] != kPanel || width != panels * kPanel) {
+    return ffi::Error::InvalidArgument("a weight must be [panels, depth, panel width] as x and y need it");
+  }
+  const int64_t rows = x.element_count() / depth;
+  const float *from = x.typed_data(), *w = weight.typed_data();
+  float* to = y->typed_data();
+  const int64_t bands = (rows + kTall - 1) / kTall;
+  const int64_t tall = bands ? (rows + bands - 1) / bands : 0;
+  const int64_t grain = std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, tall * depth * kPanel), 1, panels);
+  const int64_t runs = (panels + grain - 1) / grain;
+  in_parallel(pool, bands * runs, [&](int64_t task) {
+    const int64_t begin = task / runs * tall, end = std::min(rows, begin + tall);
+    const int64_t first = task % runs * grain, last = std::min(panels, first + grain);
+    for (int64_t panel = first; panel < last; ++panel) {
+      multiply_panel(from, w + panel * depth * kPanel, to, begin, end, depth, width, panel * kPanel);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Attention
+
+constexpr int64_t kChunk = 64;     // positions whose scores are held at once
+constexpr int64_t kTile = 8;       // tokens of a sequence whose queries are gone through together
+constexpr float kMasked = -1e30f;  // score of a position that is not to be seen
+
+// e^x for x ≤ 0; 0 below -87.
+inline Vector exponential(Vector x) {
+  const Vector least = spread(-87.3f);
+  const auto tiny = x < least;
+  x = tiny ? least : x;
+  const Vector magic = spread(12582912.0f);  // adding it rounds to an integer
+  const Vector shifted = x * 1.44269504f + magic;
+  const Vector whole = shifted - magic;
+  const Vector rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vector value = spread(1.9875691500e-4f);
+  value = value * rest + 1.3981999507e-3f;
+  value = value * rest + 8.3334519073e-3f;
+  value = value * rest + 4.1665795894e-2f;
+  value = value * rest + 1.6666665459e-1f;
+  value = value * rest + 5.0000001201e-1f;
+  value = value * rest * rest + rest + 1.0f;
+  const Integers power = (__builtin_convertvector(whole, Integers) + 127) << 23;
+  Vector scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return tiny ? Vector{} : value * scale;
+}
+
+// scores[i][p] of `rows` queries, each `dim` long, with four keys.
+template <int rows>
+void score(const float* queries, const float* const* keys, int64_t dim, float* scores) {
+  Vector total[rows][4] = {};
+  for (int64_t d = 0; d < dim; d += kWidth) {
+    Vector query[rows];
+    for (int i = 0; i < rows; ++i) query[i] = load(queries + i * dim + d);
+    for (int p = 0; p < 4; ++p) {
+      const Vector key = load(keys[p] + d);
+      for (int i = 0; i < rows; ++i) total[i][p] += query[i] * key;
+    }
+  }
+  for (int i = 0; i < rows; ++i) sums(total[i], scores + i * kChunk);
+}
+
+// mixed[i] += Σ weights[i][p] · values[p], over `vectors` vectors of the head.
+template <int rows, int vectors>
+void mix(const float* weights, const float* const* values, int64_t positions, int64_t dim, float* mixed) {
+  Vector total[rows][vectors];
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < vectors; ++j) total[i][j] = load(mixed + i * dim + j * kWidth);
+  }
+  for (int64_t p = 0; p < positions; ++p) {
+    Vector value[vectors];
+    for (int j = 0; j < vectors; ++j) value[j] = load(values[p] + j * kWidth);
+    for (int i = 0; i < rows; ++i) {
+      const Vector weight = spread(weights[i * kChunk + p]);
+      for (int j = 0; j < vectors; ++j) total[i][j] += weight * value[j];
+    }
+  }
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < vectors; ++j) store(mixed + i * dim + j * kWidth, total[i][j]);
+  }
+}
+
+template <int rows>
+void mix_heads(const float* weights, const float** values, int64_t positions, int64_t dim, float* mixed) {
+  int64_t d = 0;
+  for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
+    mix<rows, 4>(weights, values, positions, dim, mixed + d);
+    for (int64_t p = 0; p < positions; ++p) values[p] += 4 * kWidth;
+  }
+  for (; d < dim; d += kWidth) {
+    mix<rows, 1>(weights, values, positions, dim, mixed + d);
+    for (int64_t p = 0; p < positions; ++p) values[p] += kWidth;
+  }
+  for (int64_t p = 0; p < positions; ++p) values[p] -= dim;
+}
+
+constexpr decltype(&score<1>) kScore[] = {nullptr, score<1>, score<2>, score<3>};
+constexpr decltype(&mix_heads<1>) kMix[] = {nullptr, mix_heads<1>, mix_heads<2>, mix_heads<3>};
+constexpr int64_t kTogether = 3;  // queries that share what is loaded of keys and values
+
+struct Shape {
+  int64_t tokens, heads, kv_heads, dim, blocks, block_size, sequences, table;
+  int64_t shared() const { return heads / kv_heads; }
+  int64_t position_stride() const { return 2 * kv_heads * dim; }
+};
+
+struct Options {
+  float scale, soft_cap;  // a soft cap of 0 is none
+  int64_t window;         // positions that are seen, with the token's own; 0: all
+};
+
+// What is left of memory from one task to the next on a thread.
+struct Scratch {
+  std::vector<float> queries, mixed, scores;
+  void fit(int64_t rows, int64_t dim) {
+    const size_t needed = rows * dim, lines = rows * kChunk;
+    if (queries.size() < needed) queries.resize(needed), mixed.resize(needed);
+    if (scores.size() < lines) scores.resize(lines);
+  }
+};
+
+// Tokens `begin` to `end` of a step, of one sequence, the first at `position`, and the queries of one KV head.
+void attend(const Shape& shape, const Options& options, const float* q, const float* cache, const int32_t* table,
+            int64_t begin, int64_t end, int64_t position, int64_t kv_head, float* out) {
+  thread_local Scratch scratch;
+  const int64_t dim = shape.dim, shared = shape.shared(), rows = (end - begin) * shared;
+  scratch.fit(rows, dim);
+  float *queries = scratch.queries.data(), *mixed = scratch.mixed.data(), *scores = scratch.scores.data();
+  float top[kTile * 64], total[kTile * 64];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = q + ((begin + row / shared) * shape.heads + kv_head * shared + row % shared) * dim;
+    for (int64_t d = 0; d < dim; ++d) queries[row * dim + d] = from[d] * options.scale;
+    top[row] = kMasked, total[row] = 0;
+  }
+  std::fill(mixed, mixed + rows * dim, 0.0f);
+
+  const int64_t seen = position + (end - begin);
+  const int64_t first = options.window > 0 ? std::max<int64_t>(0, position + 1 - options.window) : 0;
+  for (int64_t from = first; from < seen; from += kChunk) {
+    const int64_t count = std::min(kChunk, seen - from), padded = (count + kWidth - 1) / kWidth * kWidth;
+    const float *keys[kChunk], *values[kChunk];
+    for (int64_t p = 0; p < padded; ++p) {
+      const int64_t at = from + std::min(p, count - 1);
+      const int64_t place = table[at / shape.block_size] * shape.block_size + at % shape.block_size;
+      keys[p] = cache + place * shape.position_stride() + 2 * kv_head * dim;
+      values[p] = keys[p] + dim;
+    }
+    // Rows before `skipped` see nothing of this chunk.
+    const int64_t skipped = std::max<int64_t>(0, from - position) * shared;
+    for (int64_t row = skipped; row < rows; row += kTogether) {
+      const int64_t group = std::min(kTogether, rows - row);
+      for (int64_t p = 0; p < padded; p += 4) {
+        if (row == skipped && p + 12 < padded) {
+          for (int ahead = 8; ahead < 12; ++ahead) {
+            for (int64_t d = 0; d < 2 * dim; d += 16) __builtin_prefetch(keys[p + ahead] + d);
+          }
+        }
+        kScore[group](queries + row * dim, keys + p, dim, scores + row * kChunk + p);
+      }
+    }
+    for (int64_t row = skipped; row < rows; ++row) {
+      float* line = scores + row * kChunk;
+      const int64_t at = position + row / shared;
+      if (options.soft_cap > 0) {
+        for (int64_t p = 0; p < count; ++p) line[p] = options.soft_cap * std::tanh(line[p] / options.soft_cap);
+      }
+      const int64_t hidden = options.window > 0 ? at + 1 - options.window - from : 0;
+      for (int64_t p = 0; p < std::min(hidden, count); ++p) line[p] = kMasked;
+      for (int64_t p = std::min(count, at + 1 - from); p < padded; ++p) line[p] = kMasked;
+      Vector highest = load(line);
+      for (int64_t p = kWidth; p < padded; p += kWidth) {
+        const Vector more = load(line + p);
+        highest = more > highest ? more : highest;
+      }
+      float new_top = top[row];
+      for (int i = 0; i < kWidth; ++i) new_top = std::max(new_top, highest[i]);
+      Vector weight = {};
+      for (int64_t p = 0; p < padded; p += kWidth) {
+        const Vector value = exponential(load(line + p) - new_top);
+        store(line + p, value);
+        weight += value;
+      }
+      if (new_top > top[row]) {
+        const float kept = std::exp(top[row] - new_top);
+        total[row] *= kept;
+        for (int64_t d = 0; d < dim; ++d) mixed[row * dim + d] *= kept;
+      }
+      total[row] += sum(weight);
+      top[row] = new_top;
+    }
+    for (int64_t row = skipped; row < rows; row += kTogether) {
+      const int64_t group = std::min(kTogether, rows - row);
+      kMix[group](scores + row * kChunk, values, count, dim, mixed + row * dim);
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    float* to = out + ((begin + row / shared) * shape.heads + kv_head * shared + row % shared) * dim;
+    for (int64_t d = 0; d < dim; ++d) to[d] = mixed[row * dim + d] / total[row];
+  }
+}
+
+struct Tile {
+  int64_t shard, sequence, begin, end, position;
+};
+
+// See executor/attention.py; all arrays have a leading axis of shards, and `kv` is changed in place.
+ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> q,
+                     ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> kv,
+                     ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> num_tokens, ffi::Buffer<ffi::S32> tables,
+                     ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_kv) {
+  const auto q_shape = q.dimensions(), kv_shape = kv.dimensions(), table_shape = tables.dimensions();
+  const int64_t shards = q_shape[0];
+  const Shape shape = {q_shape[1],  q_shape[2],  kv_shape[3] / 2, q_shape[3],
+                       kv_shape[1], kv_shape[2], table_shape[1],  table_shape[2]};
+  const Options options = {scale, soft_cap, window};
+  if (shape.dim % kWidth || shape.heads % shape.kv_heads || shape.shared() > 64) {
+    return ffi::Error::InvalidArgument("these heads are not supported");
+  }
+  float* cache = new_kv->typed_data();
+  if (cache != kv.typed_data()) std::memcpy(cache, kv.typed_data(), kv.size_bytes());
+
+  std::vector<Tile> tiles;
+  for (int64_t shard = 0; shard < shards; ++shard) {
+    int64_t token = 0;
+    for (int64_t sequence = 0; sequence < shape.sequences; ++sequence) {
+      const int64_t place = shard * shape.sequences + sequence, count = num_tokens.typed_data()[place];
+      const int64_t position = positions.typed_data()[place];
+      for (int64_t done = 0; done < count; done += kTile) {
+        const int64_t begin = token + done, end = token + std::min(count, done + kTile);
+        tiles.push_back({shard, sequence, begin, end, position + done});
+      }
+      token += count;
+    }
+    float* rest = out->typed_data() + (shard * shape.tokens + token) * shape.heads * shape.dim;
+    std::fill(rest, rest + (shape.tokens - token) * shape.heads * shape.dim, 0.0f);
+  }
+
+  const int64_t cache_size = shape.blocks * shape.block_size * shape.position_stride();
+  const auto table_of = [&](const Tile& tile) {
+    return tables.typed_data() + (tile.shard * shape.sequences + tile.sequence) * shape.table;
+  };
+  const auto write = [&](const Tile& tile) {
+    for (int64_t token = tile.begin; token < tile.end; ++token) {
+      const int64_t at = tile.position + token - tile.begin;
+      const int64_t place = table_of(tile)[at / shape.block_size] * shape.block_size + at % shape.block_size;
+      float* to = cache + tile.shard * cache_size + place * shape.position_stride();
+      const int64_t from = (tile.shard * shape.tokens + token) * shape.kv_heads * shape.dim;
+      for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        std::memcpy(to + 2 * head * shape.dim, k.typed_data() + from + head * shape.dim, shape.dim * sizeof(float));
+        std::memcpy(to + (2 * head + 1) * shape.dim, v.typed_data() + from + head * shape.dim,
+                    shape.dim * sizeof(float));
+      }
+    }
+  };
+  // All is written before anything is read: a tile sees what other tiles of its sequence write.
+  for (const Tile& tile : tiles) write(tile);
+  // Long sequences' last tiles see most; taking them first leaves short work for the end.
+  const int64_t count = tiles.size();
+  in_parallel(pool, count * shape.kv_heads, [&](int64_t task) {
+    const Tile& tile = tiles[count - 1 - task / shape.kv_heads];
+    const int64_t start = tile.shard * shape.tokens * shape.heads * shape.dim;
+    attend(shape, options, q.typed_data() + start, cache + tile.shard * cache_size, table_of(tile), tile.begin,
+           tile.end, tile.position, task % shape.kv_heads, out->typed_data() + start);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rankbus_product, product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rankbus_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

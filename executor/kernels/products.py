@@ -1,0 +1,88 @@
+"""Products with packed weights. The functions that models call take weights packed or not: a packed one has 3 axes."""
+
+import ctypes
+import mmap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from executor.shards import Array
+
+PANEL = 16
+"""Columns of a packed weight that lie together; `kPanel` in cpu.cc."""
+
+
+def matmul(x: Array, weight: Array) -> Array:
+    """x [..., depth] times a weight [depth, width], or the same weight packed: [..., width]."""
+    if weight.ndim == 2:
+        return x @ weight
+    width = weight.shape[0] * weight.shape[2]
+    return jax.ffi.ffi_call("rankbus_product", jax.ShapeDtypeStruct((*x.shape[:-1], width), jnp.float32))(x, weight)
+
+
+def scores(x: Array, table: Array) -> Array:
+    """x [..., depth] times each row of a table [rows, depth], or of one whose transpose was packed: [..., rows]."""
+    return x @ table.T if table.ndim == 2 else matmul(x, table)
+
+
+def look_up(table: Array, rows: Array) -> Array:
+    """Rows [...] of a table [·, depth], or of one whose transpose was packed: [..., depth]."""
+    if table.ndim == 2:
+        return table[rows]
+    panel, place = jnp.divmod(rows, PANEL)
+    return jnp.take_along_axis(table[panel], place[..., None, None], axis=-1)[..., 0]
+
+
+def pack_model(model: nnx.Module) -> None:
+    """Pack, in place, the parameters that are used by the functions above: those named `kernel` and `embedding`.
+
+    Those of other types than float32, and those that do not fill whole panels, stay as they are.
+    """
+    packer = _Packer()
+    for path, variable in list(nnx.iter_graph(model)):
+        if not isinstance(variable, nnx.Param) or path[-1] not in ("kernel", "embedding"):
+            continue
+        weight = np.asarray(variable[...])
+        if path[-1] == "embedding":
+            weight = weight.T
+        if weight.ndim == 2 and weight.dtype == np.float32 and weight.shape[1] % PANEL == 0:
+            variable.set_value(packer.pack(weight))
+        del weight
+        _give_memory_back()
+
+
+class _Packer:
+    """Puts packed weights one after the other into memory of large pages: small ones cost time to find."""
+
+    _SLAB = 64 << 20
+
+    def __init__(self) -> None:
+        self._slab: Any = None
+        self._used = 0
+
+    def pack(self, weight: np.ndarray) -> Array:
+        """From [depth, width] to [width / PANEL, depth, PANEL], as `rankbus_product` takes it."""
+        depth, width = weight.shape
+        packed = self._room(weight.size * 4).reshape(width // PANEL, depth, PANEL)
+        packed[...] = weight.reshape(depth, -1, PANEL).transpose(1, 0, 2)
+        return jax.device_put(packed, may_alias=True)
+
+    def _room(self, size: int) -> np.ndarray:
+        if self._slab is None or self._used + size > len(self._slab):
+            self._slab = mmap.mmap(-1, max(size, self._SLAB), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._slab.madvise(mmap.MADV_HUGEPAGE)
+            self._used = 0
+        room = np.frombuffer(self._slab, np.float32, size // 4, self._used)
+        self._used += -(-size // 64) * 64  # XLA takes memory as it is only if it is aligned like that
+        return room
+
+
+def _give_memory_back() -> None:
+    """Return freed memory to the system, where the C library can be told to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,236 @@
+"""The kernels for CPUs against plain products and dense attention, and a machine on which they cannot be compiled."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus import log
+from executor.attention_cpu import attend
+from executor.kernels import library, products
+from tests.executor.driving import Driver
+
+FLOAT = np.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(engine_cache: Path) -> None:
+    assert library.load(engine_cache), "the machine that runs the tests has a C++ compiler"
+
+
+# Products
+
+
+class Weights(nnx.Module):
+    def __init__(self, weight: np.ndarray) -> None:
+        self.kernel = nnx.Param(jnp.asarray(weight))
+        self.embedding = nnx.Param(jnp.asarray(weight.T))
+        self.scale = nnx.Param(jnp.ones((32, 32)))
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, FLOAT)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(1, 16), (7, 48), (1537, 32)])
+def test_products_with_packed_weights_are_products(depth: int, width: int) -> None:
+    weight = random((depth, width))
+    model = Weights(weight)
+    products.pack_model(model)
+    assert model.kernel.shape == model.embedding.shape == (width // 16, depth, 16)
+    assert model.scale.shape == (32, 32)
+    for rows in [1, 2, 3, 5, 6, 7, 97, 200]:
+        x = random((1, rows, depth), rows)
+        wanted = x.astype(np.float64) @ weight
+        for function, parameter in ((products.matmul, model.kernel), (products.scores, model.embedding)):
+            got = np.asarray(function(jnp.asarray(x), parameter[...]))
+            assert got.shape == wanted.shape
+            np.testing.assert_allclose(got, wanted, atol=1e-5 * depth**0.5)
+    which = np.arange(width, dtype=np.int32)[::-1].reshape(2, -1)
+    np.testing.assert_array_equal(products.look_up(model.embedding[...], which), weight.T[which])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_cannot_be_packed_work_as_they_are(dtype: str) -> None:
+    weight = jnp.asarray(random((24, 40 if dtype == "float32" else 32)), dtype)
+    model = Weights(np.zeros((2, 2), FLOAT))
+    model.kernel.set_value(weight)
+    model.embedding.set_value(weight.T)
+    products.pack_model(model)
+    x = jnp.asarray(random((3, 24)), dtype)
+    assert model.kernel.shape == weight.shape
+    np.testing.assert_array_equal(products.matmul(x, model.kernel[...]), x @ weight)
+    np.testing.assert_array_equal(products.scores(x, model.embedding[...]), x @ weight)
+    np.testing.assert_array_equal(products.look_up(model.embedding[...], jnp.array([5, 1])), weight.T[np.array([5, 1])])
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others() -> None:
+    """So batches of all sizes compute the same, to the bit: a request's answer does not hang on its company."""
+    model = Weights(random((576, 64)))
+    products.pack_model(model)
+    x = jnp.asarray(random((40, 576)))
+    whole = np.asarray(products.matmul(x, model.kernel[...]))
+    for count in (6, 13, 23):
+        np.testing.assert_array_equal(products.matmul(x[:count], model.kernel[...]), whole[:count])
+
+
+# Attention
+
+
+def dense(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, scale: float, window: int, soft_cap: float
+) -> np.ndarray:
+    """Attention of queries [tokens, heads, dim] at positions from `first` on; k, v [positions, kv_heads, dim]."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), shared, axis=1) for x in (k, v))
+    scores = np.einsum("thd,phd->htp", q * scale, k)
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    at, seen = first + np.arange(q.shape[0])[:, None], np.arange(k.shape[0])
+    visible = (seen <= at) & ((seen > at - window) if window else True)
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("htp,phd->thd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def check_attention(
+    shards: list[list[tuple[int, int]]],
+    heads: tuple[int, int, int] = (6, 2, 24),
+    block_size: int = 8,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Compare a step with dense attention: for each shard its sequences (tokens before the step, tokens in it).
+
+    Blocks are dealt out at random, and all that is not a sequence's is NaN: other blocks, and the rest of its last one.
+    """
+    rng = np.random.default_rng(seed)
+    num_heads, kv_heads, dim = heads
+    places = max(map(len, shards)) + 2
+    tokens = max(sum(new for _, new in shard) for shard in shards) + 3
+    most_blocks = max(-(-(old + new) // block_size) for shard in shards for old, new in shard) + 1
+    count = 1 + places * most_blocks
+    scale = dim**-0.5
+    kv = np.full((len(shards), count, block_size, 2 * kv_heads, dim), np.nan, FLOAT)
+    positions, num_tokens = np.zeros((2, len(shards), places), np.int32)
+    tables = np.zeros((len(shards), places, most_blocks), np.int32)
+    q = rng.standard_normal((len(shards), tokens, num_heads, dim), FLOAT)
+    k, v = rng.standard_normal((2, len(shards), tokens, kv_heads, dim), FLOAT)
+    wanted = []
+    for shard, sequences in enumerate(shards):
+        free = iter(rng.permutation(np.arange(1, count)).tolist())
+        begin = 0
+        for place, (old, new) in enumerate(sequences):
+            positions[shard, place], num_tokens[shard, place] = old, new
+            blocks = [next(free) for _ in range(-(-(old + new) // block_size))] if new else []
+            tables[shard, place, : len(blocks)] = blocks
+            before = rng.standard_normal((2, old, kv_heads, dim), FLOAT)
+            for at in range(old if new else 0):
+                cell = kv[shard, blocks[at // block_size], at % block_size]
+                cell[0::2], cell[1::2] = before[:, at]
+            own = slice(begin, begin + new)
+            keys, values = (np.concatenate([x, y[shard, own]]) for x, y in zip(before, (k, v), strict=True))
+            if new:
+                wanted.append(
+                    (shard, own, blocks, keys, dense(q[shard, own], keys, values, old, scale, window, soft_cap))
+                )
+            begin += new
+    call = jax.jit(partial(attend, scale=scale, window=window, soft_cap=soft_cap), donate_argnums=3)
+    out, new_kv = call(*map(jnp.asarray, (q, k, v, kv, positions, num_tokens, tables)))
+    out, new_kv = np.asarray(out), np.asarray(new_kv)
+    untouched = np.ones(kv.shape[:3], bool)
+    for shard, own, blocks, keys, answer in wanted:
+        np.testing.assert_allclose(out[shard, own], answer, atol=2e-5)
+        at = np.arange(keys.shape[0])
+        where = (shard, np.array(blocks)[at // block_size], at % block_size)
+        np.testing.assert_array_equal(new_kv[where][:, 0::2], keys)
+        untouched[where] = False
+    assert np.isnan(new_kv[untouched]).all(), "what belongs to nobody was written"
+
+
+EVERY_BORDER = [(old, new) for old in (0, 1, 7, 8, 9, 63, 64, 65) for new in (1, 2, 7, 8, 9, 17)]
+
+
+def test_attention_at_every_border_in_one_mixed_step() -> None:
+    check_attention([EVERY_BORDER])
+
+
+def test_attention_of_shards_some_without_sequences() -> None:
+    check_attention([[(30, 1), (0, 20), (0, 0), (5, 1)], [], [(0, 1)]])
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 64, 100])
+def test_attention_through_a_sliding_window(window: int) -> None:
+    check_attention([[(0, 150), (149, 1), (70, 9), (0, 1), (63, 2)]], window=window)
+
+
+def test_attention_with_a_soft_cap() -> None:
+    check_attention([[(0, 33), (80, 1), (3, 9)]], soft_cap=2.0)
+    check_attention([[(0, 33), (80, 1), (3, 9)]], soft_cap=2.0, window=16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((1, 1, 8), 1), ((9, 3, 64), 16), ((8, 2, 40), 48), ((4, 4, 128), 32), ((64, 1, 8), 4), ((7, 1, 32), 16)],
+)
+def test_attention_of_all_kinds_of_heads(heads: tuple[int, int, int], block_size: int) -> None:
+    check_attention([[(100, 1), (0, 20), (60, 5)]], heads=heads, block_size=block_size)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), max_size=5), min_size=1, max_size=2),
+    st.integers(0, 70),
+    st.integers(0, 2**32),
+)
+def test_attention_of_any_step(shards: list[list[tuple[int, int]]], window: int, seed: int) -> None:
+    if any(shards):
+        check_attention(shards, window=window, seed=seed)
+
+
+# Without them
+
+
+def test_a_machine_without_a_compiler_serves_the_same_tokens_without_kernels(
+    tiny_model: Path,
+    tmp_path: Path,
+    engine_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompt = [int(token) for token in np.random.default_rng(1).integers(3, 259, 10)]
+
+    def generate() -> list[int]:
+        driver = Driver(tiny_model, engine_cache, ranks=1, max_num_seqs=1, max_num_batched_tokens=16)
+        driver.start((0, 0), prompt)
+        return driver.generate((0, 0), 12)
+
+    fast = generate()
+    log.configure("executor", 0, 1, "info")
+    monkeypatch.setattr(library._Loaded, "answer", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert generate() == fast
+    assert library.load(tmp_path) is False
+    assert capsys.readouterr().err.count("no C++ compiler") == 1
+
+
+def test_a_compiler_that_fails_is_told_of_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "it ran out of ink" >&2\nexit 1\n')
+    os.chmod(compiler, 0o755)
+    log.configure("executor", 0, 1, "info")
+    monkeypatch.setattr(library._Loaded, "answer", None)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert library.load(tmp_path) is False
+    assert "it ran out of ink" in capsys.readouterr().err

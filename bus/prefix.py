@@ -1,13 +1,14 @@
 """The hash chain that names KV blocks in the prefix cache, the same in frontends and ranks.
 
-The name of a block is a hash of everything its KV values depend on: the name of the block before it and its own
-tokens; the first block hangs on the cache salt. 16 bytes of BLAKE2b: nobody can make two prompts share a name, which
-would let one client read another's cache.
+The name of a block is a hash of everything its KV values depend on: the name of the block before it, its own tokens,
+and the features of other media in it, with their places; the first block hangs on the cache salt. 16 bytes of BLAKE2b:
+nobody can make two prompts share a name, which would let one client read another's cache.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
-from bus.messages import Ints
+from bus.messages import Ints, MultimodalFeature
 
 HASH_BYTES = 16
 
@@ -17,19 +18,36 @@ def root_hash(cache_salt: str = "") -> bytes:
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
-def chain_hash(parent: bytes, tokens: bytes) -> bytes:
-    """The name of the block with these tokens (raw little-endian int32) after the block named `parent`."""
-    return blake2b(parent + tokens, digest_size=HASH_BYTES).digest()
+def chain_hash(parent: bytes, tokens: bytes, features: bytes = b"") -> bytes:
+    """The name of the block with these tokens (raw little-endian int32) after the block named `parent`.
+
+    `features` is what `feature_key` says of the block.
+    """
+    return blake2b(parent + tokens + features, digest_size=HASH_BYTES).digest()
 
 
-def block_hashes(tokens: Ints, block_size: int, cache_salt: str = "") -> bytes:
+def feature_key(features: Sequence[MultimodalFeature], begin: int, end: int) -> bytes:
+    """What the features that reach into positions `begin` to `end` add to a block's name; nothing if there are none."""
+    key = b""
+    for feature in features:
+        if feature.offset < end and begin < feature.offset + feature.length:
+            content = feature.hash.encode()
+            key += len(content).to_bytes(4, "little") + content
+            key += (feature.offset - begin).to_bytes(8, "little", signed=True)
+    return key
+
+
+def block_hashes(
+    tokens: Ints, block_size: int, cache_salt: str = "", features: Sequence[MultimodalFeature] = ()
+) -> bytes:
     """The names of all full blocks of a prompt, 16 bytes each, one after the other."""
     data = bytes(tokens)
     step = 4 * block_size
     parent = root_hash(cache_salt)
     names = []
     for end in range(step, len(data) + 1, step):
-        parent = chain_hash(parent, data[end - step : end])
+        key = feature_key(features, end // 4 - block_size, end // 4) if features else b""
+        parent = chain_hash(parent, data[end - step : end], key)
         names.append(parent)
     return b"".join(names)
 

@@ -57,12 +57,20 @@ class Batch:
         self._free = deque(range(size))
         self._last_step = np.full(size, -1, np.int64)
         self._completed = -1
-        self._leaving: deque[int] = deque()
+        self._leaving: deque[tuple[int, Request]] = deque()
+        self._kept: dict[int, Request] = {}
+        """Free rows, in the order in which they became so, that sessions may return to while nobody else needs them."""
+        self._returned: dict[int, int] = {}
+        """Rows that a session has entered again, and the last step that was made for its turn before."""
 
     @property
     def num_free(self) -> int:
-        """Rows that a request may enter."""
-        return len(self._free)
+        """Rows that any request may enter."""
+        return len(self._free) + len(self._kept)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether the request may enter a row."""
+        return self.num_free > 0 or (request.session is not None and request.session.row != NONE)
 
     @property
     def num_leaving(self) -> int:
@@ -74,6 +82,13 @@ class Batch:
         request = self.requests[row]
         assert request is not None
         return request
+
+    def present(self, rows: Rows, step: int) -> npt.NDArray[np.bool_]:
+        """Which of the `rows` of a step are still held by those whom it was made for."""
+        held: npt.NDArray[np.bool_] = self.held[rows]
+        if self._returned:
+            held &= np.array([self._returned.get(row, NONE) < step for row in rows.tolist()], np.bool_)
+        return held
 
     def tokens_of(self, row: int) -> Int32:
         """All known tokens of a row; a view that the row's next request overwrites."""
@@ -107,8 +122,8 @@ class Batch:
     # Entering and leaving
 
     def enter(self, request: Request, blocks: list[int], num_cached: int, num_named: int) -> int:
-        """Give a request a free row, the one that has been free longest, and say which."""
-        row = self._free.popleft()
+        """Give a request a free row, the one that has been free longest, or a session its own, and say which."""
+        row = self._take_row(request)
         size = request.tokens.size
         self.tokens[row, :size] = request.tokens
         self.known[row] = size
@@ -127,6 +142,26 @@ class Batch:
         request.row = row
         return row
 
+    def _take_row(self, request: Request) -> int:
+        session = request.session
+        if session is not None and session.row != NONE:
+            if self._kept.pop(session.row, None) is None:
+                self._leaving.remove((session.row, request))
+                self._returned[session.row] = int(self._last_step[session.row])
+            return session.row
+        if self._free:
+            return self._free.popleft()
+        self.give_up_row(next(iter(self._kept.values())))
+        return self._free.pop()
+
+    def give_up_row(self, request: Request) -> None:
+        """A session that has no row will not return to the one it had."""
+        session = request.session
+        assert session is not None
+        if self._kept.pop(session.row, None) is not None:
+            self._free.append(session.row)
+        session.row = NONE
+
     def _set_stops(self, row: int, request: Request) -> None:
         eos = request.sampling.eos_token_id
         stops = dict.fromkeys(
@@ -141,18 +176,21 @@ class Batch:
     def leave(self, rows: list[int]) -> None:
         """Take these rows from their requests."""
         for row in rows:
-            self.request(row).row = NONE
+            request = self.request(row)
+            request.row = NONE
             self.requests[row] = None
             self.many_stops.pop(row, None)
-            self._vacate(row)
+            self._vacate(row, request)
         self.held[rows] = False
         self.running = self.running[self.held[self.running]]
 
-    def _vacate(self, row: int) -> None:
-        if self._last_step[row] <= self._completed:
-            self._free.append(row)
+    def _vacate(self, row: int, request: Request) -> None:
+        if self._last_step[row] > self._completed:
+            self._leaving.append((row, request))
+        elif request.session is not None and request.session.row == row:
+            self._kept[row] = request
         else:
-            self._leaving.append(row)
+            self._free.append(row)
 
     # Steps, which are numbered, and complete in the order in which they were made
 
@@ -168,7 +206,9 @@ class Batch:
         """A step has come back: rows that only it and earlier ones name are free if nobody holds them."""
         self._completed = step
         for _ in range(len(self._leaving)):
-            self._vacate(self._leaving.popleft())
+            self._vacate(*self._leaving.popleft())
+        if self._returned:
+            self._returned = {row: last for row, last in self._returned.items() if last > step}
 
     # Blocks
 

@@ -1,6 +1,6 @@
 """What a request must be like to be served at all."""
 
-from bus.messages import AddRequest, Ints, KvPool, Sampling
+from bus.messages import AddRequest, AppendInput, Ints, KvPool, MultimodalFeature, Sampling
 from bus.sampling import fault_of
 from bus.wire import unpack_ints
 from ranks.scheduler import Refused
@@ -24,23 +24,55 @@ class Checks:
         """
         num_prompt = request.prompt_token_ids.nbytes // 4
         num_output = request.output_token_ids.nbytes // 4
-        if num_prompt == 0:
+        if num_prompt == 0 and not (request.resumable and num_output == 0):
             raise Refused("the prompt is empty; at least one token is needed")
+        if request.turn < 1:
+            raise Refused(f"turn is {request.turn}; turns count from 1")
+        self.check_features(request.mm_features, num_prompt)
         self.check_length(num_prompt + num_output)
         self.check_tokens(request.prompt_token_ids)
         self.check_tokens(request.output_token_ids)
         self.check_sampling(request.sampling, num_output)
 
+    def check_turn(self, turn: AppendInput, sampling: Sampling, num_held: int) -> None:
+        """Look at an input for a session that has `num_held` tokens at least when it comes to it.
+
+        Raises:
+            Refused: it cannot be served; the text says why.
+        """
+        num_new = turn.prompt_token_ids.nbytes // 4
+        self.check_room(num_held, num_new)
+        self.check_features(turn.mm_features, num_new)
+        self.check_tokens(turn.prompt_token_ids)
+        self.check_sampling(sampling, 0)
+
+    def check_room(self, num_held: int, num_new: int) -> None:
+        """Refuse an input of `num_new` tokens that leaves no room for output in a session that has `num_held`."""
+        if num_new and num_held + num_new >= self.max_len:
+            raise Refused(
+                f"the input has {num_new} tokens and the session {num_held}; {self._limit()}, "
+                "one of which must be left for output"
+            )
+
+    def check_features(self, features: list[MultimodalFeature], num_tokens: int) -> None:
+        """Refuse features that lie outside of the input of `num_tokens` that they come with."""
+        for feature in features:
+            if feature.length < 1 or not 0 <= feature.offset <= num_tokens - feature.length:
+                raise Refused(
+                    f"a feature has offset {feature.offset} and length {feature.length}; it must lie in the input, "
+                    f"which has {num_tokens} tokens"
+                )
+
     def check_length(self, num_tokens: int) -> None:
         """Refuse more tokens, prompt and output together, than leave room for another."""
         if num_tokens < self.max_len:
             return
-        pool = self._pool
-        if self.max_len < pool.max_model_len:
-            limit = f"{self._usable_blocks} KV blocks of {pool.block_size} tokens hold {self.max_len}"
-        else:
-            limit = f"the context holds {self.max_len}"
-        raise Refused(f"the request has {num_tokens} tokens; {limit}, one of which must be left for output")
+        raise Refused(f"the request has {num_tokens} tokens; {self._limit()}, one of which must be left for output")
+
+    def _limit(self) -> str:
+        if self.max_len < self._pool.max_model_len:
+            return f"{self._usable_blocks} KV blocks of {self._pool.block_size} tokens hold {self.max_len}"
+        return f"the context holds {self.max_len}"
 
     def check_tokens(self, tokens: Ints) -> None:
         """Refuse tokens that are not in the vocabulary."""

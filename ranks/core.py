@@ -37,6 +37,7 @@ from bus.messages import (
     SetPause,
     Shutdown,
     StepResult,
+    StopTurn,
     UpdateFromOutput,
 )
 from ranks.commands import HELD, SIMPLE, SINGLE_STEP
@@ -96,6 +97,7 @@ class RankCore:
         self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
             AddRequest: self._add,
             AppendInput: self._append,
+            StopTurn: self._stop_turn,
             AbortRequests: self._abort,
             CommandRequest: self._command,
             KvPool: self._new_pool,
@@ -210,6 +212,7 @@ class RankCore:
                 else:
                     self._begin_step()
                     self._send(self._executor, schedule)
+        self._tell_turns()
         self._settle()
         self._publish_kv()
         self._publish_load()
@@ -233,7 +236,9 @@ class RankCore:
         self._in_flight.popleft()
         self._tell_outputs(outputs)
         self._may_schedule = True
-        self._loads.changed = self._loads.changed or not self._scheduler.is_steady()
+        if not self._scheduler.is_steady():
+            self._tell_turns()
+            self._loads.changed = True
 
     def _begin_anew(self, message: str) -> None:
         """What the executor holds for this rank is no longer what the scheduler thinks: all requests end."""
@@ -277,17 +282,27 @@ class RankCore:
         self._send(peer, Outputs(ended=[ended]))
 
     def _append(self, peer: Peer, turn: AppendInput) -> None:
-        self._frontends[peer.index].acknowledged = turn.sequence
+        self._change_session(peer, turn, lambda scheduler: self._tell(scheduler.append(peer.index, turn, self._now)))
+
+    def _stop_turn(self, peer: Peer, stop: StopTurn) -> None:
+        self._change_session(peer, stop, lambda scheduler: scheduler.stop_turn(peer.index, stop))
+
+    def _change_session(self, peer: Peer, message: AppendInput | StopTurn, change: Callable[[Scheduler], None]) -> None:
+        self._frontends[peer.index].acknowledged = message.sequence
         self._woken()
         if self._scheduler is None:
-            message = f"{self._name} has no executor to run requests on"
-            self._send(peer, Error(code="unavailable", message=message))
+            sentence = f"{self._name} has no executor to run requests on"
+            self._refuse_turn(peer, message.handle, message.sequence, "unavailable", sentence)
             return
         try:
-            self._tell(self._scheduler.append(peer.index, turn))
+            change(self._scheduler)
         except Refused as refused:
-            self._counters.add("rank_refused_turns")
-            self._send(peer, Error(code="invalid", message=str(refused)))
+            self._refuse_turn(peer, message.handle, message.sequence, "invalid", str(refused))
+        self._tell_turns()
+
+    def _refuse_turn(self, peer: Peer, handle: int, sequence: int, code: str, sentence: str) -> None:
+        self._counters.add("rank_refused_turns")
+        self._send(peer, Error(code=code, message=sentence, handle=handle, sequence=sequence))
 
     def _abort(self, peer: Peer, abort: AbortRequests) -> None:
         if self._scheduler is not None:
@@ -301,6 +316,16 @@ class RankCore:
             by_frontend.setdefault(item.frontend, []).append(item.ended)
         for frontend, items in by_frontend.items():
             self._send(self._frontends[frontend].peer, Outputs(ended=items))
+
+    def _tell_turns(self) -> None:
+        """Tell frontends of turns that ended outside of a step, and of inputs that turned out to have no room."""
+        if self._scheduler is None:
+            return
+        outputs, refused = self._scheduler.take_turns()
+        self._tell_outputs(outputs)
+        for turn in refused:
+            peer = self._frontends[turn.frontend].peer
+            self._refuse_turn(peer, turn.handle, turn.sequence, "invalid", turn.sentence)
 
     def _tell_outputs(self, outputs: StepOutputs) -> None:
         for frontend, message in outputs:
@@ -430,6 +455,7 @@ class RankCore:
             return
         value = self._scheduler.render(self._next_step, self._now)
         self._begin_step()
+        self._tell_turns()
         self._woken()
         self._reply(peer, command_id, value)
 
@@ -445,6 +471,7 @@ class RankCore:
             return
         self._in_flight.popleft()
         self._tell_outputs(outputs)
+        self._tell_turns()
         self._woken()
         self._reply(peer, command_id, emitted)
 

@@ -4,7 +4,10 @@ import numpy as np
 
 from ranks.batch import Batch, Rows
 from ranks.block_pool import BlockPool
-from ranks.request import Int32, Request
+from ranks.request import Int32, Request, Session
+
+ALL = 2**31 - 1
+"""Stands for the number of named blocks of a session's row whose prompt has all its names."""
 
 
 class KvCache:
@@ -45,10 +48,15 @@ class KvCache:
         return np.repeat(rows, numbers), blocks
 
     def find(self, request: Request) -> list[int]:
-        """The blocks in the prefix cache that a waiting request can begin with: its last token has to be computed."""
+        """The blocks in the prefix cache that a waiting request can begin with: its last token has to be computed.
+
+        Those of a session's output may be written to again, so they must be its own.
+        """
         if not (self.pool.caching and request.reads_cache):
             return []
         most = (request.tokens.size - 1) >> self._shift
+        if request.session is not None:
+            most = min(most, request.num_prompt >> self._shift)
         return self.pool.find(request.name_blocks(most, request.tokens, self.block_size)[:most])
 
     def name_full(self, rows: Rows, ends: Int32) -> None:
@@ -71,13 +79,59 @@ class KvCache:
         width = 4 * size
         for place, (row, begin, end) in enumerate(zip(rows.tolist(), named.tolist(), full.tolist(), strict=True)):
             request = batch.request(row)
-            if end == begin + 1 == len(request.names) + 1:
+            if request.session is not None:
+                self._name_prompt(row, begin, end)
+            elif end == begin + 1 == len(request.names) + 1:
                 name = request.name_next(tokens[place * width : (place + 1) * width])
                 self.pool.name(blocks[place], name)
             else:
                 names = request.name_blocks(end, batch.tokens[row], size)
                 for block, name in zip(batch.blocks[row, begin:end].tolist(), names[begin:end], strict=True):
                     self.pool.name(block, name)
+
+    def _name_prompt(self, row: int, begin: int, end: int) -> None:
+        """Name a session's blocks, but for those of its turn's output: as long as that goes on, it may be cut short."""
+        request = self._batch.request(row)
+        in_prompt = request.num_prompt >> self._shift
+        self._name_blocks(request, self._batch.blocks[row, : min(end, in_prompt)], begin, self._batch.tokens[row])
+        if end >= in_prompt:
+            self._batch.num_named[row] = ALL  # so that it is not looked at again before the turn ends
+
+    def _name_blocks(self, request: Request, blocks: Int32, begin: int, tokens: Int32) -> None:
+        """Give all but the first `begin` of a request's `blocks` their names."""
+        if begin < blocks.size:
+            names = request.name_blocks(blocks.size, tokens, self.block_size)
+            for block, name in zip(blocks[begin:].tolist(), names[begin : blocks.size], strict=True):
+                self.pool.name(block, name)
+
+    def settle(self, row: int, context: int) -> None:
+        """Move a row's blocks to the session it belongs to, whose turn has ended: `context` of its tokens stay.
+
+        These are named as far as they are computed, for they can be dropped no more.
+        """
+        batch = self._batch
+        request = batch.request(row)
+        session = request.session
+        assert session is not None
+        session.blocks = batch.blocks_of(row)
+        session.computed = min(int(batch.computed[row]), context)
+        session.num_named = 0
+        if self.pool.caching:
+            named = int(batch.num_named[row])
+            named = request.num_prompt >> self._shift if named == ALL else named
+            full = session.computed >> self._shift
+            self._name_blocks(request, np.array(session.blocks[:full], np.int32), named, batch.tokens[row])
+            session.num_named = full
+        del request.names[context >> self._shift :]
+
+    def give_up(self, session: Session, count: int) -> None:
+        """Take from a session without a row its last `count` blocks; all, where they can be found again by name."""
+        number = len(session.blocks) if self.pool.caching else min(count, len(session.blocks))
+        kept = len(session.blocks) - number
+        self.pool.release(session.blocks[kept:])
+        del session.blocks[kept:]
+        session.computed = min(session.computed, kept * self.block_size)
+        session.num_named = min(session.num_named, kept)
 
     def release(self, row: int, computed: int | None = None) -> None:
         """Take a row's blocks back. Of those that are not full at `computed`, where given, none can be found again."""

@@ -8,7 +8,7 @@ enter a row, leave it, end, or fill a block.
 """
 
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from bus.messages import (
     EMPTY,
     AddRequest,
     AppendInput,
+    ContinueRow,
     FinishReason,
     Ints,
     KvPool,
@@ -30,7 +31,11 @@ from bus.messages import (
     RequestEnded,
     RequestStarted,
     ResumeRow,
+    Sampling,
     StepResult,
+    StopTurn,
+    TurnEnded,
+    TurnReason,
 )
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
@@ -43,8 +48,9 @@ from ranks.outbox import by_id
 from ranks.output import outputs
 from ranks.planning import Planner, Step
 from ranks.rendering import render
-from ranks.request import Int32, Request, new_request
-from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from ranks.request import Int32, Request, Session, Turn, new_request
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
+from ranks.sessions import Sessions
 from ranks.statistics import Statistics
 from ranks.steady import Steady
 from ranks.waiting import Waiting
@@ -67,7 +73,8 @@ class NativeScheduler:
         self._kv = KvCache(self._batch, self._blocks, pool.block_size)
         self._waiting = Waiting(by_priority=config.policy == "priority")
         self._statistics = Statistics(counters)
-        self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._statistics)
+        self._sessions = Sessions(self._batch, self._waiting, self._kv, self._statistics, max_len)
+        self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._sessions, self._statistics)
         self._steps: deque[Step] = deque()
         self._steady: Steady | None = None
         """In charge of all rows while it is there; see `_unsettle`."""
@@ -82,14 +89,17 @@ class NativeScheduler:
         """Requests that have ended since the last schedule."""
         self._rendered: list[Request] = []
         """The requests of the step rendered last, in its order."""
+        self._turns: list[tuple[int, TurnEnded]] = []
+        """Turns that ended, with the frontends that are to be told."""
+        self._closed: list[Ended] = []
+        """Sessions that ended with them."""
+        self._refused: list[RefusedTurn] = []
 
     # Requests
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
         self._checks.check(request)
-        if request.resumable:
-            raise Refused("sessions are only available with scheduler = vllm; leave resumable out")
-        matcher = self._compiled(request)
+        matcher = self._compiled(request.sampling, request.output_token_ids)
         name = request.request_id
         if name in self._by_name:
             name = f"{name}@{frontend}/{request.handle}"
@@ -107,11 +117,14 @@ class NativeScheduler:
             entry.matcher = matcher
             self._constrained[entry.number] = entry
         self._by_key[frontend, request.handle] = self._by_name[name] = entry
-        self._waiting.add(entry)
+        if entry.session is None:
+            self._waiting.add(entry)
+        else:
+            self._sessions.open(entry)
 
-    def _compiled(self, request: AddRequest) -> Matcher | None:
-        """The request's grammar, as far as the output there is already; None if it has none."""
-        grammar = request.sampling.grammar
+    def _compiled(self, sampling: Sampling, output: Ints = EMPTY) -> Matcher | None:
+        """The grammar asked for, as far as the output there is already; None if there is none."""
+        grammar = sampling.grammar
         if grammar is None:
             return None
         if not self._config.single_step:
@@ -120,18 +133,91 @@ class NativeScheduler:
             matcher = self._grammars.compile(grammar)
         except BadGrammar as bad:
             raise Refused(f"the grammar cannot be used: {bad}") from None
-        if not matcher.accept(unpack_ints(request.output_token_ids).tolist()):
+        if not matcher.accept(unpack_ints(output).tolist()):
             raise Refused("the grammar does not allow the output there is already")
         return matcher
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
 
-    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
-        request = self._by_key.get((frontend, turn.handle))
+    def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
+        request, session = self._session(frontend, turn.handle)
+        if session.closing:
+            raise Refused("the session is closed; it takes no more input")
+        if turn.close:
+            if self._sessions.waits_for_input(request):
+                return self._finish([request], "closed")
+            session.closing = True
+            return []
+        sampling = turn.sampling or session.opened_with
+        self._checks.check_turn(
+            turn, sampling, request.num_prompt + sum(queued.tokens.size for queued in session.turns)
+        )
+        tokens = unpack_ints(turn.prompt_token_ids)
+        entry = Turn(turn.sequence, tokens, sampling, turn.mm_features, now, self._compiled(sampling))
+        if not self._sessions.waits_for_input(request):
+            session.turns.append(entry)
+            self._sessions.num_queued += 1
+        else:
+            self._begin_turn(request, entry)
+        return []
+
+    def stop_turn(self, frontend: int, stop: StopTurn) -> None:
+        request, _ = self._session(frontend, stop.handle)
+        if stop.turn < request.turn:
+            raise Refused(f"turn {stop.turn} has ended; turn {request.turn} is the one that may be stopped")
+        if stop.turn > request.turn or self._sessions.waits_for_input(request):
+            raise Refused(f"turn {stop.turn} has not begun; turn {request.turn} is the one that may be stopped")
+        if stop.n < 0:
+            raise Refused(f"n is {stop.n}; it must be 0 or more")
+        self._end_turn(request, "interrupted", keep=stop.n)
+
+    def _session(self, frontend: int, handle: int) -> tuple[Request, Session]:
+        request = self._by_key.get((frontend, handle))
         if request is None:
             raise Refused("the session is not known: it has ended, or was never opened")
-        raise Refused(f"request {request.request_id} is no session; open it with resumable to append to it")
+        if request.session is None:
+            raise Refused(f"request {request.request_id} is no session; open it with resumable to append to it")
+        return request, request.session
+
+    def _begin_turn(self, request: Request, turn: Turn) -> None:
+        """Let a session that waits for input go on."""
+        self._sessions.take(request, turn)
+        if turn.matcher is not None:
+            self._constrained[request.number] = request
+
+    def _end_turn(
+        self, request: Request, reason: TurnReason, stop_reason: int | None = None, keep: int | None = None
+    ) -> None:
+        """Let a session's turn end, and begin what comes next; who is to hear of it is noted."""
+        if request.row != NONE:
+            self._unsettle()
+            self._planner.drafts.pop(request.row, None)
+        session = request.session
+        assert session is not None
+        self._turns.append((request.frontend, self._sessions.end_turn(request, reason, stop_reason, keep)))
+        self._constrained.pop(request.number, None)
+        while session.turns:
+            turn = session.turns.popleft()
+            self._sessions.num_queued -= 1
+            try:
+                self._checks.check_room(request.num_prompt, turn.tokens.size)
+            except Refused as refused:
+                self._refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, str(refused)))
+            else:
+                self._begin_turn(request, turn)
+                return
+        if session.closing:
+            self._closed += self._finish([request], "closed")
+
+    def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
+        turns, closed, refused = self._turns, self._closed, self._refused
+        if not (turns or refused):
+            return [], []
+        self._turns, self._closed, self._refused = [], [], []
+        nothing = np.empty(0, np.int32)
+        told = outputs(0, nothing, nothing, nothing, None, [], turns, closed, []) if turns else []
+        return told, refused
 
     def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
         if handles is None:
@@ -149,7 +235,9 @@ class NativeScheduler:
     def _finish(self, requests: list[Request], reason: FinishReason, code: str = "", message: str = "") -> list[Ended]:
         rows = [request.row for request in requests if request.row != NONE]
         for request in requests:
-            if request.row == NONE:
+            if request.row == NONE and request.session is not None:
+                self._sessions.remove(request)
+            elif request.row == NONE:
                 self._waiting.remove(request)
         ended = [self._forget(request, reason, code=code, message=message) for request in requests]
         self._leave(rows)
@@ -170,6 +258,7 @@ class NativeScheduler:
             self._unsettle()
             for row in rows:
                 self._kv.release(row)
+                self._sessions.left(self._batch.request(row))
                 self._planner.drafts.pop(row, None)
             self._batch.leave(rows)
 
@@ -183,7 +272,7 @@ class NativeScheduler:
         steady = self._steady
         if steady is None or self._planner.pause_state == "paused_all" or self._planner.drafts:
             return None
-        if len(self._waiting) and self._batch.num_free and self._planner.pause_state == "unpaused":
+        if self._planner.admits and (self._sessions.num_empty or (len(self._waiting) and self._batch.num_free)):
             return None
         plan = steady.plan(step)
         if plan is None:
@@ -192,21 +281,25 @@ class NativeScheduler:
         self._statistics.scheduled(steady.size)
         self._steps.append(plan)
         blocks = (pack_ints(plan.block_rows), pack_ints(plan.block_ids)) if plan.block_ids else (EMPTY, EMPTY)
-        more = steady.expects_more() or len(self._waiting) > 0
+        more = steady.expects_more() or len(self._waiting) > 0 or self._sessions.num_queued > 0
         return PartialSchedule(step=step, again=True, block_rows=blocks[0], block_ids=blocks[1], more=more)
 
     def _schedule(self, step: int, now: float) -> PartialSchedule | None:
         plan = self._plan(step, now)
-        while plan.rows.size == 0 and plan.preempted:
+        while plan.rows.size == 0 and (plan.preempted or (self._sessions.num_empty and self._planner.admits)):
             plan = self._plan(step, now)  # the first that ran gave way to others, which nothing keeps from running now
         if plan.rows.size == 0:
             return None
         self._steps.append(plan)
         self._watch(plan)
         batch = self._batch
-        new = []
-        resumed = []
+        new, resumed, continued = [], [], []
         for request, cached in plan.entered:
+            session = request.session
+            if session is not None and session.row == request.row:
+                continued.append(_continue_row(request, session))
+                self._statistics.turn_continued()
+                continue
             blocks = pack_ints(batch.blocks_of(request.row))
             if request.num_preemptions or request.tokens.size > request.num_prompt:
                 resumed.append(_resume_row(request, blocks, cached))
@@ -220,6 +313,7 @@ class NativeScheduler:
             block_ids=pack_ints(plan.block_ids),
             new=new,
             resumed=resumed,
+            continued=continued,
             more=self._planner.expects_more(),
         )
 
@@ -248,6 +342,9 @@ class NativeScheduler:
     def _plan(self, number: int, now: float) -> Step:
         self._unsettle()
         self._untold.clear()
+        if self._sessions.num_empty and self._planner.admits:
+            for request in self._sessions.take_empty():
+                self._end_turn(request, "empty")
         plan = self._planner.plan(number)
         for request, cached in plan.entered:
             if not request.has_run:
@@ -255,7 +352,7 @@ class NativeScheduler:
                 self._statistics.started(request.num_prompt, cached)
                 queued = max(now - request.added_at, 0.0)
                 started = RequestStarted(handle=request.handle, queued_s=queued, cached_tokens=cached)
-                plan.started.append((request, started))
+                plan.started.append((request, request.turn, started))
         if plan.rows.size:
             self._statistics.scheduled(plan.num_tokens)
         return plan
@@ -293,14 +390,23 @@ class NativeScheduler:
         self._unsettle()
         step = self._steps.popleft()
         batch = self._batch
-        batch.complete(step.number)
         rows = step.rows
-        batch.unseen[rows] -= step.samples
-        started = [(request.frontend, told) for request, told in step.started if self._is_alive(request)]
-        ended = self._end_broken(rows[broken & batch.held[rows]]) if broken.any() else []
-        held = batch.held[rows]
+        held = batch.present(rows, step.number)
+        batch.unseen[rows] -= step.samples & held
+        batch.complete(step.number)
+        started = [
+            (request.frontend, told)
+            for request, turn, told in step.started
+            if self._is_alive(request) and request.turn == turn
+        ]
+        ended = []
+        if broken.any():
+            ended = self._end_broken(rows[broken & held])
+            held &= batch.held[rows]
         for row, drafts in step.drafts.items():
-            self._judge(row, drafts, int(lengths[rows == row][0]))
+            place = int(np.flatnonzero(rows == row)[0])
+            if held[place]:
+                self._judge(row, drafts, int(lengths[place]))
         delivered, over = batch.append_tokens(rows, table, np.where(held, lengths, 0))
         told = np.flatnonzero(delivered)
         if self._config.async_depth > 1:
@@ -308,18 +414,18 @@ class NativeScheduler:
             self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
         left = rows[over].tolist()
         rejected = self._accept(rows, table, delivered, left) if self._constrained else []
-        ended += [self._end(row) for row in left]
-        self._leave(left)
+        ended += self._end(left)
         ended += self._finish(rejected, "error", "grammar", "the model produced a token that the grammar forbids")
         num_delivered = int(delivered.sum())
         self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
         own = self._own_logprobs(step, delivered, held, logprobs) if logprobs else []
-        return self._tell(step.number, rows[told], tokens, delivered[told], started, ended, own)
+        turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
+        return self._tell(step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own)
 
     def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
         """A row with drafts has `num_tokens` tokens: all but the last are drafts that were right."""
-        if self._batch.held[row] and num_tokens:
+        if num_tokens:
             self._batch.computed[row] -= len(drafts) + 1 - num_tokens
             self._statistics.drafted(len(drafts), num_tokens - 1)
 
@@ -341,16 +447,28 @@ class NativeScheduler:
             self._statistics.not_a_number()
         return self._finish(requests, "error", "nan", "the model produced NaN logits")
 
-    def _end(self, row: int) -> Ended:
-        """A row's last token is the last of its request."""
-        batch = self._batch
-        token = int(batch.tokens[row, batch.known[row] - 1])
-        request = batch.request(row)
+    def _end(self, rows: list[int]) -> list[Ended]:
+        """The last token of each of these rows is the last of its request, or of its session's turn."""
+        ended = []
+        gone = []
+        for row in rows:
+            request = self._batch.request(row)
+            reason, stop_reason = self._why(row, request)
+            if request.session is None:
+                ended.append(self._forget(request, reason, stop_reason))
+                gone.append(row)
+            else:
+                self._end_turn(request, reason, stop_reason)
+        self._leave(gone)
+        return ended
+
+    def _why(self, row: int, request: Request) -> tuple[Literal["stop", "length"], int | None]:
+        token = int(self._batch.tokens[row, self._batch.known[row] - 1])
         if token == request.sampling.eos_token_id:
-            return self._forget(request, "stop")
+            return "stop", None
         if token in request.sampling.stop_token_ids:
-            return self._forget(request, "stop", token)
-        return self._forget(request, "length")
+            return "stop", token
+        return "length", None
 
     def _own_logprobs(
         self, step: Step, delivered: Int32, held: npt.NDArray[np.bool_], logprobs: list[Logprobs]
@@ -373,13 +491,14 @@ class NativeScheduler:
         tokens: Int32,
         counts: Int32,
         started: list[tuple[int, RequestStarted]],
+        turns: list[tuple[int, TurnEnded]],
         ended: list[Ended],
         logprobs: list[tuple[int, Logprobs]],
     ) -> StepOutputs:
         """What frontends are told: `rows` got `tokens`, so many each as `counts` says."""
         frontends, handles = self._batch.frontend[rows], self._batch.handle[rows]
         several = counts if tokens.size > rows.size else None
-        return outputs(number, frontends, handles, tokens, several, started, ended, logprobs)
+        return outputs(number, frontends, handles, tokens, several, started, turns, ended, logprobs)
 
     def _is_alive(self, request: Request) -> bool:
         return self._by_key.get((request.frontend, request.handle)) is request
@@ -403,9 +522,10 @@ class NativeScheduler:
         for name in sampled:
             if name not in names:
                 raise Refused(f"request {name} is not in the schedule that is held")
-        for name, row, samples in zip(names, step.rows.tolist(), step.samples.tolist(), strict=True):
+        present = self._batch.present(step.rows, step.number).tolist()
+        for name, row, samples, here in zip(names, step.rows.tolist(), step.samples.tolist(), present, strict=True):
             most = 1 + len(step.drafts.get(row, ())) if samples else 0
-            self._check_sampled(name, sampled.get(name, []), most if name in self._by_name else None)
+            self._check_sampled(name, sampled.get(name, []), most if here else None)
         drawn = [sampled.get(name, []) for name in names]
         lengths = np.array([len(tokens) for tokens in drawn], np.int32)
         table = np.full((len(drawn), max(1, int(lengths.max(initial=0)))), NONE, np.int32)
@@ -415,7 +535,7 @@ class NativeScheduler:
         return given, by_id(given, {(request.frontend, request.handle): request.name for request in self._rendered})
 
     def _check_sampled(self, name: str, tokens: list[int], most: int | None) -> None:
-        """Look at the tokens of a request that may have `most` of them; None if it has ended and it does not matter."""
+        """Look at the tokens of a request that may have `most` of them; None if they come too late to matter."""
         if most is not None and not min(most, 1) <= len(tokens) <= most:
             raise Refused(
                 f"request {name} has {len(tokens)} sampled tokens; in this schedule it must have "
@@ -427,8 +547,9 @@ class NativeScheduler:
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:
         step = self._steps[0]
         names, masks = [], []
-        for request, samples in zip(self._rendered, step.samples.tolist(), strict=True):
-            if samples and request.matcher is not None and self._is_alive(request):
+        present = self._batch.present(step.rows, step.number)
+        for request, samples in zip(self._rendered, (step.samples & present).tolist(), strict=True):
+            if samples and request.matcher is not None:
                 own = request.matcher.masks(step.drafts.get(request.row, []))
                 names += [request.name] * len(own)
                 masks += own
@@ -466,8 +587,8 @@ class NativeScheduler:
         prefill = int(((lengths - batch.computed[rows]) * batch.prefilling[rows]).sum())
         return LoadFigures(
             running=rows.size,
-            waiting=len(self._waiting),
-            pending_prefill_tokens=self._waiting.num_tokens + prefill,
+            waiting=len(self._waiting) + self._sessions.num_empty,
+            pending_prefill_tokens=self._waiting.num_tokens - self._waiting.num_computed + prefill,
             min_remaining_output=int((batch.limit[rows] - lengths).min()) if rows.size else None,
             used_blocks=self._blocks.num_blocks - self._blocks.num_free,
             num_blocks=self._blocks.num_blocks,
@@ -475,7 +596,8 @@ class NativeScheduler:
 
     def token_count(self) -> int:
         self._bring_up_to_date()
-        return self._waiting.num_tokens + int(self._batch.known[self._batch.running].sum())
+        running = int(self._batch.known[self._batch.running].sum())
+        return self._waiting.num_tokens + self._sessions.num_tokens + running
 
     def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
         size = self._pool.block_size
@@ -483,10 +605,10 @@ class NativeScheduler:
         return len(self._blocks.find(names)) * size
 
     def unfinished(self) -> int:
-        return len(self._by_key)
+        return len(self._by_key) - self._sessions.num_idle
 
     def request_counts(self) -> tuple[int, int]:
-        return self._batch.running.size, len(self._waiting)
+        return self._batch.running.size, len(self._waiting) + self._sessions.num_idle + self._sessions.num_empty
 
     def has_finished(self) -> bool:
         return self._batch.num_leaving > 0 or bool(self._untold)
@@ -504,6 +626,8 @@ class NativeScheduler:
             self._unsettle()
             for row in self._batch.running[::-1].tolist():
                 self._planner.preempt(row)
+        if self._batch.running.size == 0:
+            self._sessions.give_up_all_blocks()
         return self._blocks.clear()
 
     def reset_encoder_cache(self) -> bool:
@@ -536,4 +660,13 @@ def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
         block_ids=blocks,
         sampling=request.sampling,
         num_computed_tokens=cached,
+    )
+
+
+def _continue_row(request: Request, session: Session) -> ContinueRow:
+    return ContinueRow(
+        row=request.row,
+        token_ids=pack_ints(request.tokens[session.row_kept :]),
+        drop=session.row_tokens - session.row_kept,
+        sampling=request.sampling,
     )

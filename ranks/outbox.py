@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.messages import Logprobs, Outputs, RequestEnded, RequestStarted
+from bus.messages import Logprobs, Outputs, RequestEnded, RequestStarted, TurnEnded
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import Ended, StepOutputs
 
@@ -15,6 +15,7 @@ class _Parcel:
     counts: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     started: list[RequestStarted] = field(default_factory=list)
+    turns: list[TurnEnded] = field(default_factory=list)
     ended: list[RequestEnded] = field(default_factory=list)
 
 
@@ -37,6 +38,9 @@ class Outbox:
     def logprobs(self, frontend: int, logprobs: Logprobs) -> None:
         self._parcel(frontend).logprobs.append(logprobs)
 
+    def turn(self, frontend: int, turn: TurnEnded) -> None:
+        self._parcel(frontend).turns.append(turn)
+
     def ended(self, ended: Ended) -> None:
         self._parcel(ended.frontend).ended.append(ended.ended)
 
@@ -55,12 +59,15 @@ class Outbox:
             counts=pack_ints([] if one_each else parcel.counts),
             logprobs=parcel.logprobs,
             started=parcel.started,
+            turns=parcel.turns,
             ended=parcel.ended,
         )
 
 
 def by_id(outputs: StepOutputs, names: dict[tuple[int, int], str]) -> dict[str, Any]:
     """Outputs by request id: {"new_token_ids", "finish_reason", "stop_reason"} of each that has any.
+
+    The end of a session's turn has a reason, too; that of a session that is closed with it adds nothing.
 
     `names` has the id of each request by frontend and handle.
     """
@@ -76,6 +83,11 @@ def by_id(outputs: StepOutputs, names: dict[tuple[int, int], str]) -> dict[str, 
         for handle, count in zip(handles, unpack_ints(message.counts).tolist() or [1] * len(handles), strict=True):
             of(frontend, handle)["new_token_ids"] += tokens[begin : begin + count]
             begin += count
+        for turn in message.turns:
+            if (frontend, turn.handle) in names:
+                of(frontend, turn.handle).update(finish_reason=turn.reason, stop_reason=turn.stop_reason)
         for ended in message.ended:
+            if ended.reason == "closed":
+                continue
             of(frontend, ended.handle).update(finish_reason=ended.reason, stop_reason=ended.stop_reason)
     return emitted

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bus.messages import EMPTY, Logprobs, Outputs, RequestStarted
+from bus.messages import EMPTY, Logprobs, Outputs, RequestStarted, TurnEnded
 from bus.wire import pack_ints
 from ranks.request import Int32
 from ranks.scheduler import Ended
@@ -15,6 +15,7 @@ def outputs(
     tokens: Int32,
     counts: Int32 | None,
     started: list[tuple[int, RequestStarted]],
+    turns: list[tuple[int, TurnEnded]],
     ended: list[Ended],
     logprobs: list[tuple[int, Logprobs]],
 ) -> list[tuple[int, Outputs]]:
@@ -23,7 +24,7 @@ def outputs(
     `frontends` and `handles` [n] say whose the tokens are: one each, or, with `counts` [n], that many of `tokens`.
     """
     addressees = [*np.unique(frontends).tolist(), *(place for place, _ in started), *(item.frontend for item in ended)]
-    addressees += [place for place, _ in logprobs]
+    addressees += [place for place, _ in (*turns, *logprobs)]
     messages = []
     for frontend in sorted(dict.fromkeys(addressees)):
         mine = frontends == frontend
@@ -36,6 +37,7 @@ def outputs(
                     tokens=pack_ints(tokens[mine if counts is None else np.repeat(mine, counts)]),
                     counts=EMPTY if counts is None else pack_ints(counts[mine]),
                     started=[item for place, item in started if place == frontend],
+                    turns=[item for place, item in turns if place == frontend],
                     ended=[item.ended for item in ended if item.frontend == frontend],
                     logprobs=[item for place, item in logprobs if place == frontend],
                 ),

@@ -14,6 +14,7 @@ from bus.messages import PauseState, RequestStarted
 from ranks.batch import Batch, Rows
 from ranks.kv_cache import KvCache
 from ranks.request import Int32, Request
+from ranks.sessions import Sessions
 from ranks.statistics import Statistics
 from ranks.waiting import Waiting
 
@@ -36,8 +37,8 @@ class Step:
     entered: list[tuple[Request, int]]
     preempted: list[Request]
     drafts: dict[int, list[int]]
-    started: list[tuple[Request, RequestStarted]] = field(default_factory=list)
-    """What is to be told of requests with the step's result, if they have not ended by then."""
+    started: list[tuple[Request, int, RequestStarted]] = field(default_factory=list)
+    """What is to be told of requests with the step's result, if they, and these turns of theirs, have not ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,13 +55,21 @@ class Planner:
     """Moves requests between the batch and those that wait, and makes steps of the batch."""
 
     def __init__(
-        self, config: Config, max_len: int, batch: Batch, waiting: Waiting, kv: KvCache, statistics: Statistics
+        self,
+        config: Config,
+        max_len: int,
+        batch: Batch,
+        waiting: Waiting,
+        kv: KvCache,
+        sessions: Sessions,
+        statistics: Statistics,
     ) -> None:
         self._config = config
         self._max_len = max_len
         self._batch = batch
         self._waiting = waiting
         self._kv = kv
+        self._sessions = sessions
         self._statistics = statistics
         self._planned = np.zeros(config.max_num_seqs, np.int32)
         """Tokens of each row in the step being made."""
@@ -84,15 +93,22 @@ class Planner:
             longest = budget
         self._planned[batch.running] = 0
         budget = self._run_on(budget, longest)
-        if self.pause_state == "unpaused" and len(self._preempted) == num_preempted:
+        if self.admits and len(self._preempted) == num_preempted:
             self._admit(budget, longest)
         return self._close(number)
+
+    @property
+    def admits(self) -> bool:
+        """Whether who waits may begin."""
+        return self.pause_state == "unpaused"
 
     def expects_more(self) -> bool:
         """Whether anything is left to run after the steps in flight, unless a stop token ends it."""
         batch = self._batch
         rows = batch.running
-        return len(self._waiting) > 0 or bool((batch.known[rows] + batch.unseen[rows] < batch.limit[rows]).any())
+        if len(self._waiting) or self._sessions.num_queued:
+            return True
+        return bool((batch.known[rows] + batch.unseen[rows] < batch.limit[rows]).any())
 
     # Those that run already
 
@@ -106,7 +122,10 @@ class Planner:
             ends = batch.computed[rows] + counts
             lacking = self._kv.lacking(rows, ends)
             fit = rows.size
-            if lacking.sum() > pool.num_free:
+            while (missing := int(lacking.sum()) - pool.num_free) > 0:
+                if not self._sessions.give_up_blocks(missing, None, ready_too=True):
+                    break
+            if missing > 0:
                 fit = int(np.searchsorted(np.cumsum(lacking), pool.num_free, side="right"))
             self._give(rows[:fit], counts[:fit], ends[:fit], lacking[:fit])
             budget -= int(counts[:fit].sum())
@@ -176,6 +195,8 @@ class Planner:
         request.tokens = batch.tokens_of(row).copy()
         request.num_preemptions += 1
         self.drafts.pop(row, None)
+        if request.session is not None:
+            batch.give_up_row(request)
         batch.leave([row])
         self._waiting.add_first(request)
         self._preempted.append(request)
@@ -186,26 +207,51 @@ class Planner:
     def _admit(self, budget: int, longest: int) -> None:
         """Give rows to those that wait, in their order, up to the first for which something does not suffice."""
         batch, pool = self._batch, self._kv.pool
-        rows = []
-        while budget > 0 and batch.num_free and (request := self._waiting.first()) is not None:
+        rows: list[int] = []
+        while budget > 0 and (request := self._waiting.first()) is not None and batch.has_room_for(request):
             size = request.tokens.size
-            found = self._kv.find(request)
-            cached = len(found) * self._kv.block_size
-            if self._kv.blocks_for(size) - len(found) + pool.count_free(found) > pool.num_free:
+            session = request.session
+            if session is not None and session.blocks:
+                found, cached, num_named = session.blocks, session.computed, session.num_named
+            else:
+                found = self._kv.find(request)
+                cached, num_named = len(found) * self._kv.block_size, len(found)
+            if not self._fits(request, found, nothing_runs=batch.running.size == 0 and not rows):
                 break
             count = min(size - cached, longest, budget)
-            pool.share(found)
-            blocks = found + pool.take(self._kv.blocks_for(cached + count) - len(found))
+            if session is None or not session.blocks:
+                pool.share(found)
+                self._statistics.looked_up(request, cached)
+            more = pool.take(max(self._kv.blocks_for(cached + count) - len(found), 0))
             self._waiting.remove(request)
-            row = batch.enter(request, blocks, cached, len(found))
+            row = batch.enter(request, found + more, cached, num_named)
+            if session is not None:
+                self._sessions.entered(request)
+                if session.row == row:
+                    self._block_rows.append(np.full(len(more), row, np.intp))
+                    self._block_ids += more
             self._planned[row] = count
             self._kv.name_full(np.array([row]), np.array([cached + count], np.int32))
-            self._statistics.looked_up(request, cached)
             self._entered.append((request, cached))
             rows.append(row)
             budget -= count
         if rows:
             batch.running = np.concatenate([batch.running, np.array(rows, np.intp)])
+
+    def _fits(self, request: Request, found: list[int], nothing_runs: bool) -> bool:
+        """Whether there is room for all of a request that has `found`, once sessions have made some where they can.
+
+        Those that wait for a row lose their blocks only when there is nothing that will give any back.
+        """
+        pool = self._kv.pool
+        while True:
+            lacking = self._kv.blocks_for(request.tokens.size) - len(found)
+            if request.session is None or found is not request.session.blocks:
+                lacking += pool.count_free(found)
+            if lacking <= pool.num_free:
+                return True
+            if not self._sessions.give_up_blocks(lacking - pool.num_free, request, ready_too=nothing_runs):
+                return False
 
     # The step
 

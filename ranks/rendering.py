@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from ranks.batch import Batch
 from ranks.planning import Step
 from ranks.request import Request
@@ -27,6 +29,7 @@ def render(step: Step, batch: Batch, before: frozenset[int], finished: list[Requ
                 "prompt_token_ids": request.tokens[: request.num_prompt].tolist(),
                 "block_ids": [batch.blocks_of(request.row)],
                 "num_computed_tokens": int(batch.computed[request.row]) - counts[request.row],
+                "mm_features": [msgspec.structs.asdict(feature) for feature in request.features],
             }
             for request in new
         ],

@@ -1,16 +1,53 @@
 """A request as the native scheduler knows it, apart from what changes at every step (see `ranks.batch`)."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from bus.messages import AddRequest, Sampling
-from bus.prefix import chain_hash, root_hash, split_hashes
+from bus.messages import AddRequest, MultimodalFeature, Sampling
+from bus.prefix import chain_hash, feature_key, root_hash, split_hashes
 from bus.wire import unpack_ints
 from ranks.grammars import Matcher
 
 Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a session is to go on with: the input that came with the frontend's message `sequence`."""
+
+    sequence: int
+    tokens: Int32
+    sampling: Sampling
+    features: list[MultimodalFeature]
+    added_at: float
+    matcher: Matcher | None
+
+
+@dataclass(slots=True)
+class Session:
+    """What a request is on top when it is a session; `opened_with` are the parameters of turns that bring none.
+
+    `turns` wait for the present one to end; after them the session ends if it is `closing`.
+
+    While it has no row, it keeps `blocks`; the first `computed` of its tokens are in them, and the first `num_named` of
+    them have their names. `row` is the one it had before, as long as it can go on there: nobody else has had it, and
+    the blocks are the same. The executor holds `row_tokens` tokens in it, the first `row_kept` of them the session's.
+    """
+
+    opened_with: Sampling
+    turns: deque[Turn] = field(default_factory=deque)
+    closing: bool = False
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    num_named: int = 0
+    row: int = -1
+    row_tokens: int = 0
+    row_kept: int = 0
+    order: int = 0
+    """Its place among those that wait, which it got when its last turn ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +57,9 @@ class Request:
 
     `tokens` (int32) is all there is of it, prompt first, while it has no row; in a row they are the row's.
     `names` are those of its full blocks, as far as they have been needed; the first hangs on `root`.
+
+    Of a session, everything is about its turn, the `turn`th: the prompt is all that was kept of those before, and the
+    turn's input; output is the turn's. Between turns it is about the next, whose input is yet to come.
     """
 
     frontend: int
@@ -45,6 +85,10 @@ class Request:
     """What it is ordered by among those that wait (see `ranks.waiting`)."""
     has_run: bool = False
     num_preemptions: int = 0
+    features: list[MultimodalFeature] = field(default_factory=list)
+    """Other media in it, at their places in all of it."""
+    turn: int = 1
+    session: Session | None = None
 
     @property
     def reads_cache(self) -> bool:
@@ -53,7 +97,10 @@ class Request:
 
     def name_next(self, tokens: bytes) -> bytes:
         """Name the block after those in `names`; its tokens are raw little-endian int32."""
-        name = chain_hash(self.names[-1] if self.names else self.root, tokens)
+        size = len(tokens) // 4
+        begin = len(self.names) * size
+        key = feature_key(self.features, begin, begin + size) if self.features else b""
+        name = chain_hash(self.names[-1] if self.names else self.root, tokens, key)
         self.names.append(name)
         return name
 
@@ -86,4 +133,7 @@ def new_request(
         tokens=tokens,
         root=root_hash(message.cache_salt),
         names=names if len(names) == prompt.size // block_size else [],
+        features=message.mm_features,
+        turn=message.turn,
+        session=Session(message.sampling) if message.resumable else None,
     )

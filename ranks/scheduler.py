@@ -16,6 +16,7 @@ from bus.messages import (
     PauseState,
     RequestEnded,
     StepResult,
+    StopTurn,
 )
 
 
@@ -25,6 +26,15 @@ class Refused(Exception):
 
 class BrokenResult(Exception):
     """A step's result that does not fit the step; the text says how."""
+
+
+class RefusedTurn(NamedTuple):
+    """An input that a session had taken and cannot go on with after all; `sequence` is its message's."""
+
+    frontend: int
+    handle: int
+    sequence: int
+    sentence: str
 
 
 class Ended(NamedTuple):
@@ -76,11 +86,26 @@ class Scheduler(Protocol):
         """Whether the request is known: added, and not ended."""
         ...
 
-    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
-        """Queue a session's next turn, or close it; returns its end if that comes at once.
+    def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
+        """Queue a session's next turn, or close it; returns its end if that comes at once. `now` as in `add`.
 
         Raises:
             Refused: the handle is unknown, not a session, or the turn cannot be served.
+        """
+        ...
+
+    def stop_turn(self, frontend: int, stop: StopTurn) -> None:
+        """Stop a session's turn, and keep the first tokens of its output; `take_turns` has its end.
+
+        Raises:
+            Refused: the handle is unknown, not a session, or the turn is over or yet to come.
+        """
+        ...
+
+    def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
+        """What there is to tell of turns besides the results of steps, since the last call.
+
+        To be called after `schedule`, `render`, `update` and `stop_turn`, so that what happens is told in order.
         """
         ...
 

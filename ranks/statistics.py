@@ -52,6 +52,18 @@ class Statistics:
         self._counters.add("scheduler_generated_tokens", num_delivered)
         self._counters.add("scheduler_dropped_tokens", num_dropped)
 
+    def turn_ended(self) -> None:
+        """A session's turn has ended."""
+        self._counters.add("scheduler_turns")
+
+    def turn_continued(self) -> None:
+        """A session's turn goes on in the row of the one before."""
+        self._counters.add("scheduler_continued_turns")
+
+    def reclaimed(self) -> None:
+        """A session that had no row has lost blocks to others."""
+        self._counters.add("scheduler_reclaimed_sessions")
+
     def not_a_number(self) -> None:
         """A request's logits were not numbers."""
         self._counters.add("scheduler_nan_requests")

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as VllmPauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
@@ -40,6 +41,9 @@ from bus.messages import (
     ResumeRow,
     Sampling,
     StepResult,
+    StopTurn,
+    TurnEnded,
+    TurnReason,
 )
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
@@ -47,7 +51,7 @@ from ranks.checks import Checks
 from ranks.kv_names import KvNames
 from ranks.outbox import Outbox, by_id
 from ranks.rows import Rows
-from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.vllm_engine import Engine
 from ranks.vllm_rendering import render
 from ranks.vllm_requests import new_request, next_turn, sampling_of
@@ -58,6 +62,7 @@ NOT_A_NUMBER = -2
 
 _STATUS = {
     "abort": RequestStatus.FINISHED_ABORTED,
+    "closed": RequestStatus.FINISHED_ABORTED,
     "error": RequestStatus.FINISHED_ERROR,
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
     "stop": RequestStatus.FINISHED_STOPPED,
@@ -83,6 +88,11 @@ class _Entry:
     row: int = -1
     entered: bool = False
     """Whether it has been in a row before."""
+    turn: int = 1
+    num_prompt: int = 0
+    """Tokens of a session that are prompt in its turn; as many as vLLM has, but when that is already at the next."""
+    num_output: int = 0
+    """Tokens of the turn's output."""
 
 
 class _Step(NamedTuple):
@@ -181,6 +191,10 @@ class VllmScheduler:
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
         self._checks.check(request)
         self._check_grammar(request.sampling)
+        if request.prompt_token_ids.nbytes == 0:
+            raise Refused("the prompt is empty; a session may only be opened so with scheduler = native")
+        if request.mm_features:
+            raise Refused("features of other media are only available with scheduler = native; leave mm_features out")
         try:
             vllm = new_request(
                 self._num_added,
@@ -198,30 +212,45 @@ class VllmScheduler:
         if name in self._by_name:
             name = f"{name}@{frontend}/{request.handle}"
         entry = _Entry(frontend, request.handle, request.request_id, name, vllm, request.sampling, now)
+        entry.turn = request.turn
+        entry.num_prompt = vllm.num_prompt_tokens
+        entry.num_output = vllm.num_output_tokens
         self._by_id[vllm.request_id] = self._by_key[frontend, request.handle] = self._by_name[name] = entry
         self._vllm.add_request(vllm)
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
 
-    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
+    def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         entry = self._by_key.get((frontend, turn.handle))
         if entry is None:
             raise Refused("the session is not known: it has ended, or was never opened")
         if not entry.vllm.resumable:
             raise Refused(f"request {entry.request_id} is no session; open it with resumable to append to it")
+        if entry.vllm.streaming_queue and entry.vllm.streaming_queue[-1] is None:
+            raise Refused("the session is closed; it takes no more input")
         sampling = turn.sampling or entry.sampling
         if not turn.close:
             num_new = turn.prompt_token_ids.nbytes // 4
             if num_new == 0:
-                raise Refused("the turn is empty; at least one token is needed")
+                raise Refused("the input is empty; that is only allowed with scheduler = native")
+            if turn.mm_features:
+                raise Refused("features of other media are only available with scheduler = native")
             queued = sum(len(update.prompt_token_ids) for update in entry.vllm.streaming_queue if update)
-            self._checks.check_length(entry.vllm.num_tokens + queued + num_new)
-            self._checks.check_tokens(turn.prompt_token_ids)
-            self._checks.check_sampling(sampling, 0)
+            self._checks.check_turn(turn, sampling, entry.vllm.num_tokens + queued)
             self._check_grammar(sampling)
         self._vllm.add_request(next_turn(entry.vllm, turn, sampling))
-        return [self._forget(entry, "abort")] if entry.vllm.is_finished() else []
+        if entry.num_output == 0:
+            entry.num_prompt = entry.vllm.num_prompt_tokens
+        if entry.vllm.is_finished():
+            return [self._forget(entry, "closed")]
+        return []
+
+    def stop_turn(self, frontend: int, stop: StopTurn) -> None:
+        raise Refused("turns can only be stopped with scheduler = native")
+
+    def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
+        return [], []
 
     def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
         if handles is None:
@@ -407,9 +436,14 @@ class VllmScheduler:
             for output in outputs.outputs:
                 entry = self._by_id[output.request_id]
                 delivered[output.request_id] = output.new_token_ids
+                entry.num_output += len(output.new_token_ids)
                 if output.new_token_ids:
                     outbox.tokens(entry.frontend, entry.handle, output.new_token_ids)
-                if entry.vllm.is_finished():
+                if output.finish_reason is not None and entry.vllm.resumable:
+                    outbox.turn(entry.frontend, self._end_turn(entry, output))
+                if entry.vllm.is_finished() and entry.vllm.resumable:
+                    outbox.ended(self._forget(entry, "closed"))
+                elif entry.vllm.is_finished():
                     reason = cast(FinishReason, str(output.finish_reason))
                     outbox.ended(self._forget(entry, reason, output.stop_reason))
                 elif output.finish_reason is not None:  # the end of a session's turn
@@ -424,6 +458,22 @@ class VllmScheduler:
                 entry = step.entries[i]
                 outbox.logprobs(entry.frontend, msgspec.structs.replace(item, owner=entry.handle))
         return outbox.close()
+
+    def _end_turn(self, entry: _Entry, output: EngineCoreOutput) -> TurnEnded:
+        """What vLLM leaves of a turn is its output without the last token; the next one may have begun already."""
+        kept = entry.num_output - 1
+        ended = TurnEnded(
+            handle=entry.handle,
+            turn=entry.turn,
+            reason=cast(TurnReason, str(output.finish_reason)),
+            stop_reason=output.stop_reason,
+            kept_tokens=kept,
+            context_tokens=entry.num_prompt + kept,
+        )
+        entry.turn += 1
+        entry.num_prompt = entry.vllm.num_prompt_tokens
+        entry.num_output = 0
+        return ended
 
     def _is_alive(self, entry: _Entry) -> bool:
         return self._by_id.get(entry.vllm.request_id) is entry

@@ -22,24 +22,36 @@ class _Entry(NamedTuple):
 class Waiting:
     """First come, first served, preempted ones before all others; or by (priority, arrival time) where asked.
 
-    Requests whose grammar is not there yet count among those that wait, but are not offered.
+    Requests whose grammar is not there yet count among those that wait, but are not offered. A session waits where it
+    stood when its last turn ended.
     """
 
     def __init__(self, by_priority: bool) -> None:
         self._by_priority = by_priority
         self._heap: list[_Entry] = []
         self._serial = count()
+        self._came = count()
         self._returned = count(-1, -1)
         self._size = 0
         self.num_tokens = 0
         """Tokens of all of them."""
+        self.num_computed = 0
+        """How many of these have their KV in blocks that sessions keep."""
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, request: Request) -> None:
         """Let a new request wait."""
-        self._insert(request, request.number)
+        self._insert(request, self.next_place())
+
+    def next_place(self) -> int:
+        """The place of who comes now, behind all that came before."""
+        return next(self._came)
+
+    def add_at(self, request: Request, place: int) -> None:
+        """Let a request wait at a place that it got from `next_place`."""
+        self._insert(request, place)
 
     def add_first(self, request: Request) -> None:
         """Let a preempted request wait, before the others if they are served as they came."""
@@ -52,6 +64,7 @@ class Waiting:
             request.place = (turn,)
         self._size += 1
         self.num_tokens += request.tokens.size
+        self.num_computed += _computed(request)
         if not request.grammar_pending:
             self._offer(request)
 
@@ -74,6 +87,11 @@ class Waiting:
         request.place = ()
         self._size -= 1
         self.num_tokens -= request.tokens.size
+        self.num_computed -= _computed(request)
         if len(self._heap) > 2 * self._size + 16:
             self._heap = [entry for entry in self._heap if not entry.is_void]
             heapq.heapify(self._heap)
+
+
+def _computed(request: Request) -> int:
+    return 0 if request.session is None else request.session.computed

@@ -14,6 +14,7 @@ import numpy as np
 from bus.core import Peer
 from bus.journal.blocks import FRAME, frame
 from bus.journal.records import ENCODER, TURN_DECODER, EffectRecord, Turn
+from bus.messages import MultimodalFeature
 from bus.prefix import HASH_BYTES, block_hashes, split_hashes
 
 TOKENS = frozenset(
@@ -87,7 +88,8 @@ class Redactor:
             if "block_hashes" in fields:
                 fields[TRUE_NAMES] = fields["block_hashes"]
                 salt = fields.get("cache_salt", "")
-                fields["block_hashes"] = block_hashes(fields["prompt_token_ids"], self._block_size, salt)
+                features = msgspec.convert(fields.get("mm_features", []), list[MultimodalFeature])
+                fields["block_hashes"] = block_hashes(fields["prompt_token_ids"], self._block_size, salt, features)
             return fields
         return value
 

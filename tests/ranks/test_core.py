@@ -36,13 +36,15 @@ from bus.messages import (
     SetPause,
     Shutdown,
     StepResult,
+    StopTurn,
     TokenCount,
+    TurnEnded,
     UpdateDraftTokens,
     UpdateFromOutput,
 )
 from bus.wire import pack_ints, unpack_ints
 from ranks.core import RankCore
-from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, StepOutputs
+from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from tests.ranks.toy import request
 
 EXECUTOR = Peer("step", "executor", 0, 100)
@@ -63,6 +65,8 @@ class FakeScheduler:
         self.ending: set[tuple[int, int]] = set()
         self.pause: PauseState = "unpaused"
         self.calls = 0
+        self.turns: StepOutputs = []
+        self.refused: list[RefusedTurn] = []
         self.changes = KvChanges(b"", b"", False)
         self.names = b""
 
@@ -77,10 +81,21 @@ class FakeScheduler:
     def is_steady(self) -> bool:
         return False
 
-    def append(self, frontend: int, turn: AppendInput) -> list[Ended]:
+    def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         if turn.close:
-            return self._finish([(frontend, turn.handle)], "abort")
+            return self._finish([(frontend, turn.handle)], "closed")
         raise Refused("it is no session")
+
+    def stop_turn(self, frontend: int, stop: StopTurn) -> None:
+        if stop.turn > 1:
+            raise Refused("the turn has not begun")
+        ended = TurnEnded(handle=stop.handle, turn=stop.turn, reason="interrupted", kept_tokens=stop.n)
+        self.turns = [(frontend, Outputs(turns=[ended]))]
+        self.refused = [RefusedTurn(frontend, stop.handle, stop.sequence - 1, "there is no room")]
+
+    def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
+        turns, refused, self.turns, self.refused = self.turns, self.refused, [], []
+        return turns, refused
 
     def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
         wanted = None if handles is None else unpack_ints(handles).tolist()
@@ -308,10 +323,31 @@ def test_abort_and_append(rank: Rank) -> None:
     (ended,) = messages(rank.give(Received(frontend(0), AbortRequests(handles=pack_ints([0, 2, 9])))), Outputs)
     assert [(e.handle, e.reason) for e in ended.ended] == [(0, "abort"), (2, "abort")]
     sent = rank.give(Received(frontend(0), AppendInput(handle=1, sequence=9, prompt_token_ids=pack_ints([1]))))
-    assert [m.message for m in messages(sent, Error)] == ["it is no session"]
+    assert [(m.message, m.handle, m.sequence) for m in messages(sent, Error)] == [("it is no session", 1, 9)]
     sent = rank.give(Received(frontend(0), AppendInput(handle=1, sequence=10, close=True)))
     assert [m.ended[0].handle for m in messages(sent, Outputs)] == [1]
     assert rank.loads[0].message.acknowledged == 10
+
+
+def test_a_turn_is_stopped(rank: Rank) -> None:
+    rank.add(0, 0, 1)
+    sent = rank.give(Received(frontend(0), StopTurn(handle=1, sequence=9, turn=1, n=3)))
+    (ended,) = messages(sent, Outputs)
+    assert ended.turns == [TurnEnded(handle=1, turn=1, reason="interrupted", kept_tokens=3)]
+    refused = Error(code="invalid", message="there is no room", handle=1, sequence=8)
+    assert messages(sent, Error) == [refused]
+    assert rank.loads[0].message.acknowledged == 9
+    sent = rank.give(Received(frontend(0), StopTurn(handle=1, sequence=10, turn=2, n=3)))
+    assert messages(sent, Error) == [Error(code="invalid", message="the turn has not begun", handle=1, sequence=10)]
+    assert messages(sent, Outputs) == []
+
+
+def test_without_an_executor_no_turn_is_taken() -> None:
+    rank = Rank()
+    rank.give(PeerUp(frontend(0)))
+    for message in (AppendInput(handle=1, sequence=3), StopTurn(handle=1, sequence=4, turn=1, n=0)):
+        (error,) = messages(rank.give(Received(frontend(0), message)), Error)
+        assert (error.code, error.handle, error.sequence) == ("unavailable", 1, message.sequence)
 
 
 def test_the_executor_is_lost(rank: Rank) -> None:

@@ -492,7 +492,7 @@ def test_sessions_are_vllms(make_vllm: MakeScheduler, async_depth: int) -> None:
     b = Bench(make_vllm, async_depth=async_depth)
     b.add(0, prompt(6), 3, resumable=True)
     assert b.turn()
-    assert b.scheduler.append(0, AppendInput(handle=0, sequence=2, prompt_token_ids=pack_ints([1, 2, 3]))) == []
+    assert b.scheduler.append(0, AppendInput(handle=0, sequence=2, prompt_token_ids=pack_ints([1, 2, 3])), 0.0) == []
     b.run()
     kept = prompt(6)
     kept += [*generate(kept, sampling(max_tokens=3), 64)[0][:-1], 1, 2, 3]
@@ -502,13 +502,13 @@ def test_sessions_are_vllms(make_vllm: MakeScheduler, async_depth: int) -> None:
     assert b.scheduler.request_counts() == (0, 1)
     assert not b.ended
     kept += [*second[:-1], 4]
-    assert b.scheduler.append(0, AppendInput(handle=0, sequence=3, prompt_token_ids=pack_ints([4]))) == []
+    assert b.scheduler.append(0, AppendInput(handle=0, sequence=3, prompt_token_ids=pack_ints([4])), 0.0) == []
     b.run()
     assert b.output[0][6:] == generate(kept, sampling(max_tokens=3), 64)[0]
-    ended = b.scheduler.append(0, AppendInput(handle=0, sequence=4, close=True))
-    assert [(item.request_id, item.ended.reason) for item in ended] == [("r0", "abort")]
+    ended = b.scheduler.append(0, AppendInput(handle=0, sequence=4, close=True), 0.0)
+    assert [(item.request_id, item.ended.reason) for item in ended] == [("r0", "closed")]
     with pytest.raises(Refused, match="not known"):
-        b.scheduler.append(0, AppendInput(handle=0, sequence=5, prompt_token_ids=pack_ints([4])))
+        b.scheduler.append(0, AppendInput(handle=0, sequence=5, prompt_token_ids=pack_ints([4])), 0.0)
     b.turn()
     b.check_clean()
 
@@ -519,4 +519,4 @@ def test_appends_that_cannot_be_taken(make_vllm: MakeScheduler) -> None:
     b.add(1, prompt(6), 3)
     for handle, tokens, sentence in ((0, [], "empty"), (0, [1] * 58, "64"), (1, [1], "no session"), (7, [1], "known")):
         with pytest.raises(Refused, match=sentence):
-            b.scheduler.append(0, AppendInput(handle=handle, sequence=9, prompt_token_ids=pack_ints(tokens)))
+            b.scheduler.append(0, AppendInput(handle=handle, sequence=9, prompt_token_ids=pack_ints(tokens)), 0.0)

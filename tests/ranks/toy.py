@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from bus.messages import EMPTY, AddRequest, KvPool, PartialSchedule, Sampling, StepResult
+from bus.messages import EMPTY, AddRequest, ContinueRow, KvPool, PartialSchedule, Sampling, StepResult
 from bus.wire import pack_ints, unpack_ints
 from executor.merge import Limits, Merger
 from executor.rows import Rows
@@ -91,6 +91,7 @@ class ToyExecutor:
     nan_rows: set[int] = field(default_factory=set)
     resumed: int = 0
     again: int = 0
+    continued: int = 0
     cached: int = 0
 
     def __post_init__(self) -> None:
@@ -114,9 +115,10 @@ class ToyExecutor:
         for resume in schedule.resumed:
             self.resumed += 1
             self._enter(resume.row, unpack_ints(resume.token_ids), resume.block_ids, resume.num_computed_tokens)
-        assert not schedule.continued
+        for more in schedule.continued:
+            self._continue(more)
         entered = {item.row for item in (*schedule.new, *schedule.resumed)}
-        assert entered <= set(rows)
+        assert entered | {item.row for item in schedule.continued} <= set(rows)
         for row, block in zip(
             unpack_ints(schedule.block_rows).tolist(), unpack_ints(schedule.block_ids).tolist(), strict=True
         ):
@@ -143,6 +145,14 @@ class ToyExecutor:
         assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
         self.rows[row] = _Row(list(tokens.tolist()), num_computed, blocks)  # type: ignore[attr-defined]
+
+    def _continue(self, more: ContinueRow) -> None:
+        self.continued += 1
+        row = self.rows[more.row]
+        assert more.drop <= len(row.tokens)
+        kept = len(row.tokens) - more.drop
+        row.tokens[kept:] = unpack_ints(more.token_ids).tolist()
+        row.position = min(row.position, kept)
 
     def _run_row(self, number: int, count: int) -> int:
         row = self.rows[number]

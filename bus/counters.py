@@ -11,6 +11,10 @@ class Counters:
         """Count `amount` more."""
         self._totals[name] = self._totals.get(name, 0) + amount
 
+    def set(self, name: str, value: float) -> None:
+        """Let `name` be `value`: for what goes up and down."""
+        self._totals[name] = value
+
     def snapshot(self) -> dict[str, float]:
         """All totals, copied."""
         return dict(self._totals)

@@ -24,6 +24,8 @@ SUBJECTS = {
     "rank": "ranks.replay:subject",
     "executor": "executor.replay:with_model",
 }
+LOAD = "frontend.load_command"
+"""What sends a frontend's requests to a live engine."""
 WITHOUT_MODEL = "executor.replay:subject"
 """Where the function is that makes a role's `Subject` of a `Header`; imported only when it is replayed."""
 
@@ -51,8 +53,10 @@ class Outcome(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Run ``rankbus replay``; returns 0 if all was as recorded, 1 if something was not, 2 if there is a gap."""
+    if arguments[:1] == ["load"]:
+        return int(importlib.import_module(LOAD).main(arguments[1:]))
     parser = argparse.ArgumentParser(prog="rankbus replay", description=__doc__)
-    parser.add_argument("role", choices=SUBJECTS)
+    parser.add_argument("role", choices=SUBJECTS, help="whose core; or `load`, which has a command line of its own")
     parser.add_argument("journal", nargs="+", metavar="J", help="files, or the name of a process's start")
     parser.add_argument(
         "--from", metavar="step=N", dest="begin", type=_named("step", int), help="begin at the last state before it"

@@ -16,12 +16,13 @@ from zmq.backend import zmq_poll
 
 from bus.buses import BUSES
 from bus.config import Config
-from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, Posted, Send, Stop, Tick, WakeAt
+from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.journal.recorder import Recorder
 from bus.links import Dialer, Identity, Listener, Timing
 from bus.log import get_logger
 from bus.messages import Goodbye, Message
+from bus.phases import Phases
 from bus.wire import Codec
 
 log = get_logger()
@@ -60,6 +61,7 @@ class Shell:
         self._perform = perform
         self._recorder = recorder
         self._counters = Counters()
+        self._phases = Phases()
         self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._context = zmq.Context()
         self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
@@ -159,7 +161,7 @@ class Shell:
             for event in events:
                 self._feed(event)
         journal = self._recorder.counters() if self._recorder else {}
-        self._feed(Tick(now, time.time(), self._counters.snapshot() | journal))
+        self._feed(Tick(now, time.time(), self._counters.snapshot() | self._phases.snapshot() | journal))
 
     def _feed(self, event: Event, body: bytes = b"") -> None:
         """The one place where events enter the core. `body` is that of the frame an event comes from."""
@@ -168,9 +170,14 @@ class Shell:
             return  # an effect of the event being handled; it comes next
         while self._events:
             event, body = self._events[0]
-            if isinstance(event, PeerDown):
+            if isinstance(event, PeerUp):
+                self._counters.add(f"bus_peers_up/{event.peer.bus}/{event.peer.role}")
+            elif isinstance(event, PeerDown):
+                self._counters.add(f"bus_peers_down/{event.peer.bus}/{event.peer.role}")
                 log.warning("peer down", bus=event.peer.bus, peer=str(event.peer), reason=event.reason)
+            begin = time.monotonic()
             self._handle(event, body)
+            self._phases.add(event, time.monotonic() - begin)
             self._events.popleft()
 
     def _handle(self, event: Event, body: bytes) -> None:

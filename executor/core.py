@@ -314,6 +314,7 @@ class ExecutorCore:
         return [Send(peer, status) for peer in self._frontends.values()]
 
     def _status(self) -> ExecutorStatus:
+        self._counters.set("executor_steps_in_flight", len(self._in_flight))
         return ExecutorStatus(
             model=self._model,
             max_model_len=self._limits.max_model_len,

@@ -16,6 +16,7 @@ from bus.messages import ExecutorStatus
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
 from frontend.metrics import EngineStatus, RankStats
+from frontend.rank_logger import OwnLogger, RankLogger
 from frontend.seam import Call, StatusUpdate
 
 
@@ -47,7 +48,8 @@ class BusLLM(AsyncLLM):
         self._status = status
         self._rank_stats = RankStats() if log_stats and status.exports_ranks else None
         with _core_client(self.client):
-            super().__init__(vllm_config, Executor, log_stats, log_requests=False)
+            loggers: list[Any] = [RankLogger if status.exports_ranks else OwnLogger] if log_stats else []
+            super().__init__(vllm_config, Executor, log_stats, log_requests=False, stat_loggers=loggers)
 
     def fail(self, request_id: str, error: GracefulHTTPError) -> None:
         """End a request, and with it its siblings of one `n`, with an error instead of an output."""

@@ -4,6 +4,7 @@ Each metric has one exporter: a frontend tells its own counters, and frontend 0 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,6 +20,10 @@ LABELS = {
     "bus_sent_bytes": ("bus",),
     "bus_rejected_frames": ("bus", "reason"),
     "bus_lost_peers": ("bus", "reason"),
+    "bus_handled_events": ("event",),
+    "bus_handling_seconds": ("event",),
+    "bus_peers_down": ("bus", "role"),
+    "bus_peers_up": ("bus", "role"),
     "executor_missed_ranks": ("rank",),
     "journal_lost_records": ("reason",),
     "rank_errors_received": ("role",),
@@ -29,7 +34,9 @@ LABELS = {
 }
 """Label names of the counters whose names carry label values (see `bus.counters`); of others, ``kind0`` and so on."""
 
-GAUGES = frozenset({"unfinished_requests", "unfinished_text_requests"})
+GAUGES = frozenset(
+    {"executor_steps_in_flight", "rank_steps_in_flight", "unfinished_requests", "unfinished_text_requests"}
+)
 """What goes up and down among the counters."""
 
 
@@ -44,6 +51,13 @@ class EngineStatus:
     def exports_ranks(self) -> bool:
         """Whether this frontend is the one to export what ranks and executor count."""
         return self.frontend == 0
+
+
+@dataclass
+class RankSchedulerStats(SchedulerStats):
+    """vLLM's statistics of a scheduler, and what it counts elsewhere, but ranks tell with the rest."""
+
+    preemptions: int = 0
 
 
 class RankStats:
@@ -64,10 +78,11 @@ class RankStats:
 
 
 def _scheduler_stats(load: Load, last: Load | None) -> SchedulerStats:
-    return SchedulerStats(
+    return RankSchedulerStats(
         num_running_reqs=load.running,
         num_waiting_reqs=load.waiting,
         kv_cache_usage=load.used_blocks / load.num_blocks if load.num_blocks else 0.0,
+        preemptions=_increase("scheduler_preemptions", load, last),
         prefix_cache_stats=PrefixCacheStats(
             queries=_increase("scheduler_prompt_tokens", load, last),
             hits=_increase("scheduler_cached_prompt_tokens", load, last),
@@ -125,7 +140,7 @@ class _Families:
             names = LABELS.get(name) or [f"kind{number}" for number in range(len(values))]
             own = dict(zip(names, values, strict=True))
             if name in GAUGES:
-                self.gauge(f"{role}_{name}", dict(labels), total)
+                self.gauge(f"{role}_{name.removeprefix(f'{role}_')}", dict(labels), total)
                 continue
             if name.startswith("bus_"):
                 all_labels = {"process": "/".join([role, *labels.values()])} | own

@@ -478,6 +478,7 @@ class RankCore:
     # What frontends are told without asking
 
     def _publish_load(self) -> None:
+        self._counters.set("rank_steps_in_flight", len(self._in_flight))
         figures = None
         for index, frontend in self._frontends.items():
             if self._loads.is_due(index):

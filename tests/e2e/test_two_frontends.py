@@ -41,8 +41,9 @@ def test_both_give_the_same_answer(clients: list[Client]) -> None:
 def test_each_metric_has_one_exporter(pair: Engine, clients: list[Client]) -> None:
     for client in clients:
         greedy(client)
-    assert metrics(pair, "rankbus_rank_num_blocks", frontend=0)
-    assert not metrics(pair, "rankbus_rank_num_blocks", frontend=1)
+    for name in ("rankbus_rank_num_blocks", "vllm:num_requests_running", "vllm:prefix_cache_queries_total"):
+        assert metrics(pair, name, frontend=0)
+        assert not metrics(pair, name, frontend=1)
     assert not metrics(pair, "rankbus_executor_steps_total", frontend=1)
     for frontend in range(2):
         (labels,) = metrics(pair, "rankbus_frontend_requests_started_total", frontend)

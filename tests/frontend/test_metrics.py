@@ -1,10 +1,17 @@
 """What /metrics says of the engine."""
 
+import json
+import re
+from pathlib import Path
+from typing import Any
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bus.messages import ExecutorStatus, Load
 from frontend.metrics import BusCollector, EngineStatus, RankStats
 from frontend.seam import StatusUpdate
+
+ROOT = Path(__file__).parents[2]
 
 
 def load(number: int = 1, prompt_tokens: float = 0, cached: float = 0, **given: int) -> Load:
@@ -41,7 +48,14 @@ def exported(frontend: int) -> str:
         max_model_len=10,
         num_blocks=4,
         block_size=16,
-        counters={"executor_steps": 3.0, "bus_sent_frames/step": 8.0, "executor_missed_ranks/1": 1.0},
+        counters={
+            "bus_handling_seconds/Drained": 0.5,
+            "bus_peers_down/step/rank": 2.0,
+            "bus_sent_frames/step": 8.0,
+            "executor_missed_ranks/1": 1.0,
+            "executor_steps": 3.0,
+            "executor_steps_in_flight": 2.0,
+        },
     )
     counters = {"bus_rejected_frames/client/stale": 2.0, "requests_ended/stop": 5.0, "new/a/b": 1.0}
     status.last = StatusUpdate(True, {0: load(running=2)}, executor, counters)
@@ -61,6 +75,9 @@ def test_counters_and_labels() -> None:
         'rankbus_frontend_new_total{frontend="0",kind0="a",kind1="b"} 1.0',
         'rankbus_rank_running{rank="0"} 2.0',
         "rankbus_executor_steps_total 3.0",
+        "rankbus_executor_steps_in_flight 2.0",
+        'rankbus_bus_handling_seconds_total{event="Drained",process="executor"} 0.5',
+        'rankbus_bus_peers_down_total{bus="step",process="executor",role="rank"} 2.0',
         'rankbus_executor_missed_ranks_total{rank="1"} 1.0',
     ):
         assert line in text.splitlines()
@@ -71,3 +88,31 @@ def test_only_frontend_0_exports_ranks_and_executor() -> None:
     assert 'process="frontend/1"' in text
     assert "rankbus_rank" not in text
     assert "rankbus_executor" not in text
+
+
+def grafana() -> dict[str, Any]:
+    board: dict[str, Any] = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    return board
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    board = grafana()
+    assert board["schemaVersion"] >= 36
+    assert board["title"]
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, f"{panel['title']} overlaps another panel"
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+            used = set(re.findall(r"\$(\w+)", json.dumps(target)) + re.findall(r"\$\{(\w+)\}", json.dumps(target)))
+            assert used <= variables | {"__rate_interval"}

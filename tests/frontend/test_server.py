@@ -318,10 +318,13 @@ def wait_for(condition: Any) -> None:
 def test_metrics(server: Server) -> None:
     server.complete()
     metrics = server.get("/metrics")[1].splitlines()
-    assert 'vllm:num_requests_running{engine="1",model_name="tiny"} 1.0' in metrics
-    assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0' in metrics
-    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.1' in metrics
+    assert 'vllm:num_requests_running{engine="1",model_name="tiny",rank="1"} 1.0' in metrics
+    assert 'vllm:num_requests_waiting{engine="0",model_name="tiny",rank="0"} 3.0' in metrics
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny",rank="0"} 0.1' in metrics
+    (preemptions,) = (line for line in metrics if line.startswith('vllm:num_preemptions_total{engine="1"'))
+    assert float(preemptions.split()[1]) % 7 == 0 < float(preemptions.split()[1])  # 7 with each start of the rank
     assert any(line.startswith('vllm:generation_tokens_total{engine="0"') for line in metrics)
+    assert [line for line in metrics if "engine=" in line and "rank=" not in line] == []
     assert 'rankbus_bus_rejected_frames_total{bus="client",process="frontend/0",reason="invalid"} 2.0' in metrics
     assert 'rankbus_rank_scheduler_prompt_tokens_total{rank="1"} 100.0' in metrics
     assert 'rankbus_frontend_unfinished_requests{frontend="0"} 1.0' in metrics

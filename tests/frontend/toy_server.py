@@ -64,7 +64,11 @@ class ToyCore:
                 pending_prefill_tokens=0,
                 used_blocks=5,
                 num_blocks=50,
-                counters={"scheduler_prompt_tokens": 100.0, "scheduler_cached_prompt_tokens": 40.0},
+                counters={
+                    "scheduler_prompt_tokens": 100.0,
+                    "scheduler_cached_prompt_tokens": 40.0,
+                    "scheduler_preemptions": 7.0,
+                },
             )
             for rank in range(2)
         }

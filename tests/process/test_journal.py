@@ -16,6 +16,8 @@ from tests import trace_format
 from tests.engine import ROOT, START_S, Engine
 
 DEADLINE_S = 60.0
+LOAD = "load.txt"
+"""What sending the first part of the journals' requests again has told."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -39,6 +41,8 @@ def journals(tiny_model: Path, engine_cache: Path, tmp_path_factory: pytest.Temp
         engine.wait_ready()
         wait_for_ranks(engine)
         run_traffic(engine)
+        done = rankbus("replay", "load", str(folder), "--speed", "4", "--endpoint", engine.config.client_endpoint(0))
+        (folder / LOAD).write_text(f"{done.returncode} {done.stdout}{done.stderr}")
         engine.restart("rank-1", by=signal.SIGKILL)
         wait_for_ranks(engine)
         run_traffic(engine)
@@ -125,3 +129,15 @@ def test_the_trace_has_all_steps_and_what_they_waited_for(journals: Path, tmp_pa
     steps, whole = (int(word) for word in re.findall(r"(\d+) (?:steps|of them)", done.stdout))
     assert steps > 100
     assert whole > 0.9 * steps  # the others were under way when their rank was killed
+
+
+def test_a_live_engine_answers_the_recorded_requests_again(journals: Path) -> None:
+    code, told = (journals / LOAD).read_text().split(" ", 1)
+    assert code == "0", told
+    now = re.search(r"now: (\d+) tokens; ended: (.*); not answered: 0", told)
+    before = re.search(r"recorded: (\d+) tokens; ended: (.*); not answered: 0", told)
+    assert now is not None, told
+    assert before is not None, told
+    assert int(now[1]) > 0.5 * int(before[1])  # aborts come at other tokens
+    assert re.findall(r"(\d+) length", now[2]) == re.findall(r"(\d+) length", before[2])
+    assert len(re.findall(r"(?:recorded|now) +│ +\d+\.\d │", told)) == 6

@@ -1,16 +1,20 @@
 """All processes together, with two frontends: what they share, and what one of them cannot do to the others."""
 
+import json
+import re
 import signal
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from bus.messages import RequestCounts, TokenCount
 from frontend.client import Client, EngineError
-from tests.engine import START_S, Engine
+from tests.engine import ROOT, START_S, Engine
 
 SILENCE_S = 4.0
 """A process that was killed, or is stopped, is taken for lost after this long."""
@@ -145,6 +149,27 @@ def test_requests_end_when_what_they_need_is_killed_and_new_ones_are_served(engi
     assert "send it again" in str(cut.error) or "send the request again" in str(cut.error)
     serve_again(engine, lambda client: tokens(client, PROMPTS[2], rank=1) == before)
     check_idle(engine)
+
+
+def test_the_dashboard_in_docs_names_metrics_that_exist(engine: Engine) -> None:
+    """After all that has happened to this engine, every one of them has been counted."""
+    with Client(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client:
+        client.complete("Some text", max_tokens=4, ignore_eos=True)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(engine.config.client_endpoint(0))
+        socket.send_multipart([b"no", b"message"])
+        assert socket.poll(round(DEADLINE_S * 1000))
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    named = set(re.findall(r"\b(?:vllm:|rankbus_)\w+", " ".join(expressions)))
+    assert len(named) > 30
+
+    def missing() -> set[str]:
+        with urllib.request.urlopen(f"http://{engine.config.host}:{engine.port()}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        return named - set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+
+    engine.wait_until(lambda: not missing(), "all metrics are there", DEADLINE_S)
 
 
 def serve_again(engine: Engine, ask: Callable[[Client], Any]) -> None:

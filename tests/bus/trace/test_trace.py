@@ -3,50 +3,27 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from bus.config import Config
 from bus.core import Peer
-from bus.journal.blocks import frame
 from bus.journal.reader import find
-from bus.journal.records import ENCODER, EffectRecord, Turn
-from bus.journal.writer import Files
-from bus.journal.zstd import compressor
-from bus.messages import AddRequest, Message, NewRow, Outputs, PartialSchedule, ResumeRow, Role, Sampling, StepResult
+from bus.messages import AddRequest, NewRow, Outputs, PartialSchedule, ResumeRow, Sampling, StepResult
 from bus.trace.command import main
 from bus.trace.coverage import Pieces, coverage
 from bus.trace.timeline import Process, StepKey, read
 from bus.wire import pack_ints
 from tests import trace_format
-from tests.journals import INCARNATION, PLENTY, header
+from tests.journals import INCARNATION
+from tests.timed_journals import WALL, TimedJournals, received
 
-WALL = 1e9
 ONE = Sampling(seed=0, max_tokens=9)
 RANKS = [Peer("step", "rank", rank, INCARNATION) for rank in (0, 1)]
 EXECUTOR = Peer("step", "executor", 0, INCARNATION)
 FRONTEND = Peer("command", "frontend", 0, INCARNATION)
 
 
-class Run:
+class Run(TimedJournals):
     """The journals of a run that is told in milliseconds."""
-
-    def __init__(self, folder: Path, apart: dict[str, float] | None = None, depth: int = 2) -> None:
-        """`apart` is how far the monotonic clock of a process is behind that of the others."""
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
-        self._config = msgspec.to_builtins(Config(async_depth=depth))
-        self._apart = apart or {}
-        self._turns: dict[tuple[Role, int], list[Turn]] = {}
-
-    def turn(self, who: tuple[Role, int], begin: float, end: float, event: Any, *effects: tuple[Any, Any]) -> None:
-        """`event` is (kind, subject, data), an effect (peer or type name, message or value)."""
-        at = begin / 1e3 - self._apart.get(f"{who[0]}-{who[1]}", 0.0)
-        kind, subject, data = event
-        recorded = [EffectRecord(to, msgspec.Raw(ENCODER.encode(_body(value)))) for to, value in effects]
-        raw = msgspec.Raw(ENCODER.encode(_body(data)))
-        turn = Turn(at, WALL + begin / 1e3, (end - begin) / 1e3, kind, subject, raw, recorded)
-        self._turns.setdefault(who, []).append(turn)
 
     def schedule(self, rank: int, begin: float, end: float, message: PartialSchedule) -> None:
         self.turn(("rank", rank), begin, end, ("drained", None, 0.0), (EXECUTOR, message))
@@ -66,36 +43,6 @@ class Run:
             "done_at": begin / 1e3 - 1e-3,
         }
         self.turn(("executor", 0), begin, end, ("posted", "StepDone", value))
-
-    def write(self) -> Path:
-        for (role, index), turns in self._turns.items():
-            apart = self._apart.get(f"{role}-{index}", 0.0)
-            begun = msgspec.structs.replace(header(role, index), wall=WALL, monotonic=-apart, config=self._config)
-            files = _FixedTimes(self._folder, begun, PLENTY, compressor())
-            datas = [ENCODER.encode(turn) for turn in turns]
-            files.append(b"R", 1, len(datas), b"".join(frame(data) + data for data in datas))
-            files.close()
-        return self._folder
-
-
-class _FixedTimes(Files):
-    """Files whose header has the times it was made with."""
-
-    def _open(self, now: float, first: int) -> None:
-        path = self._folder / f"{self._header.role}-{self._header.index}-{self._header.incarnation}-00000.journal"
-        super()._open(now, first)
-        data = ENCODER.encode(self._header)
-        path.write_bytes(b"")
-        self._size = 0
-        self._write(b"H", first, 1, frame(data) + data)
-
-
-def _body(value: Any) -> Any:
-    return ENCODER.encode(value) if isinstance(value, Message) else value
-
-
-def received(peer: Peer, message: Message) -> tuple[str, Peer, Message]:
-    return "received", peer, message
 
 
 def two_steps(run: Run) -> None:

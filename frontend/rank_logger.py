@@ -1,0 +1,103 @@
+"""vLLM's own metrics with the label ``rank``, each exported by one frontend only.
+
+vLLM calls the index of a data-parallel engine ``engine``; here that is the rank. Dashboards made for vLLM find their
+labels as ever.
+"""
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.perf import PerfMetricsProm
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+from frontend.metrics import RankSchedulerStats
+
+OF_RANKS = frozenset(
+    {
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_waiting_by_reason",
+        "vllm:prefix_cache_hits",
+        "vllm:prefix_cache_queries",
+        "vllm:prompt_tokens_cached_by_source",
+    }
+)
+"""What is told of a rank as a whole, whichever frontend its requests came from. The rest is of a frontend's own."""
+
+
+class _Ranked:
+    """A metric of prometheus_client that has ``rank`` as its last label if it has ``engine``, with the same value."""
+
+    exports_ranks = True
+
+    def __init__(self, name: str, *args: Any, labelnames: Any = (), **options: Any) -> None:
+        if "engine" in labelnames and "rank" not in labelnames:
+            labelnames = [*labelnames, "rank"]
+        if not self.exports_ranks and name in OF_RANKS:
+            options["registry"] = None  # it can be set, and is exported nowhere
+        super().__init__(name, *args, labelnames=labelnames, **options)  # type: ignore[call-arg]
+
+    def labels(self, *values: Any, **named: Any) -> Any:
+        names = self._labelnames  # type: ignore[attr-defined]
+        if "engine" in named:
+            named["rank"] = named["engine"]
+        elif values and names[-1] == "rank" and len(values) == len(names) - 1:
+            values = (*values, values[names.index("engine")])
+        return super().labels(*values, **named)  # type: ignore[misc]
+
+
+class _Gauge(_Ranked, Gauge):
+    pass
+
+
+class _Counter(_Ranked, Counter):
+    pass
+
+
+class _Histogram(_Ranked, Histogram):
+    pass
+
+
+class _Estimates(PerfMetricsProm):
+    _counter_cls = _Counter
+
+
+class RankLogger(PrometheusStatLogger):
+    """vLLM's metrics at the frontend that exports those of the ranks."""
+
+    _gauge_cls = _Gauge
+    _counter_cls = _Counter
+    _histogram_cls = _Histogram
+    _perf_metrics_cls = _Estimates
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take a rank's statistics, its preemptions too: vLLM counts those by outputs, which have no word of them."""
+        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        if isinstance(scheduler_stats, RankSchedulerStats):
+            self.counter_num_preempted_reqs[engine_idx].inc(scheduler_stats.preemptions)
+
+
+class _OwnGauge(_Gauge):
+    exports_ranks = False
+
+
+class _OwnCounter(_Counter):
+    exports_ranks = False
+
+
+class OwnLogger(PrometheusStatLogger):
+    """vLLM's metrics at another frontend: of its own requests only."""
+
+    _gauge_cls = _OwnGauge
+    _counter_cls = _OwnCounter
+    _histogram_cls = _Histogram
+    _perf_metrics_cls = _Estimates

@@ -1,4 +1,4 @@
-"""What the journal costs and how fast a rank replays, then a mixed run that all processes replay: `make bench-replay`.
+"""What the journal costs and how fast a rank replays, then a mixed run that all replay and trace: `make bench-replay`.
 
 The cost is the CPU time, that of the writing thread included, of recording once more what the processes of the stub
 workload (`bench.scheduler`: 2 × 256 requests, steady decode) recorded. The mixed run has the real model, all kinds of
@@ -30,12 +30,15 @@ from bus.links import Identity
 from bus.messages import PartialSchedule
 from bus.replay import EventReader, Replay, Subject, config_of
 from bus.replay_command import replay, subject_of
+from bus.trace.coverage import Coverage, Pieces, coverage
+from bus.trace.timeline import read
 from tests.engine import Engine
 from tests.process.test_journal import run_traffic, wait_for_ranks
 
 RESULTS = ROOT / "bench" / "results" / "replay.json"
 STEPS = 800
 STREAMS, STREAM_TOKENS = 16, 128
+ROUNDS = 5
 
 
 class Given(NamedTuple):
@@ -126,18 +129,30 @@ def stub_workload(folder: Path) -> tuple[dict[str, float], float]:
 
 
 def tokens_per_s(engine: Engine) -> float:
-    """Of 16 streams at once."""
+    """Of 16 streams at once; the median of some rounds, after one for nothing."""
     from frontend.client import Client
 
+    rates = []
     with Client(engine.config.client_endpoint(0), 600.0) as client:
-        params = {"text_output": False, "ignore_eos": True, "temperature": 0.0, "n": STREAMS}
-        begin = time.perf_counter()
-        client.complete([1, 2, 3, 4, 5], max_tokens=STREAM_TOKENS, **params)
-        return STREAMS * STREAM_TOKENS / (time.perf_counter() - begin)
+        params = {"text_output": False, "ignore_eos": True, "temperature": 1.0, "n": STREAMS}
+        for _ in range(1 + ROUNDS):
+            begin = time.perf_counter()
+            client.complete([1, 2, 3, 4, 5], max_tokens=STREAM_TOKENS, **params)
+            rates.append(STREAMS * STREAM_TOKENS / (time.perf_counter() - begin))
+    return statistics.median(rates[1:])
 
 
-def mixed_run(folder: Path, seconds: float) -> tuple[int, int, dict[str, float]]:
-    """Differences and frames of the replays of all processes; tokens per second with the journal on and off."""
+class Mixed(NamedTuple):
+    """What came of the mixed run: of its replays, of the trace, and tokens per second with the journal on and off."""
+
+    differences: int
+    frames: int
+    traced: Coverage
+    rates: dict[str, float]
+
+
+def mixed_run(folder: Path, seconds: float) -> Mixed:
+    """Run the real model under all kinds of requests, a rank being killed again and again; replay all processes."""
     settings = load()
     model = model_files.resolve(settings).folder
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_blocks": 64}
@@ -147,7 +162,6 @@ def mixed_run(folder: Path, seconds: float) -> tuple[int, int, dict[str, float]]
             engine.start()
             engine.wait_ready(600.0)  # all programs may have to be compiled
             wait_for_ranks(engine)
-            tokens_per_s(engine)
             rates[journal] = tokens_per_s(engine)
             until = time.monotonic() + seconds
             while journal == "on" and time.monotonic() < until:
@@ -155,15 +169,18 @@ def mixed_run(folder: Path, seconds: float) -> tuple[int, int, dict[str, float]]
                 engine.restart("rank-1", by=signal.SIGKILL)
                 wait_for_ranks(engine)
             engine.stop()
+    journals = find([str(folder)])
+    timeline = read(journals)
+    pieces = Pieces(timeline)
+    traced = coverage(map(pieces.of, timeline.steps.values()))
     differences = frames = 0
-    for one in find([str(folder)]):
+    for one in journals:
         outcome = replay(one, one.header())
-        assert outcome.damage is None or outcome.damage.last is None, (
-            outcome.damage
-        )  # a killed process may cut its last
+        damage = outcome.damage
+        assert damage is None or damage.last is None, damage  # a process that is killed may cut its last record
         differences += outcome.difference is not None
         frames += outcome.frames
-    return differences, frames, rates
+    return Mixed(differences, frames, traced, rates)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -177,15 +194,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{process}: {cost:.1f} µs of CPU per step")
     console.print(f"A rank replays {rank_steps_per_s:,.0f} steps per second at 256 running requests")
     with tempfile.TemporaryDirectory(prefix="rb-") as name, console.status("the mixed run, and its replay"):
-        differences, frames, rates = mixed_run(Path(name), options.seconds)
-    console.print(f"{differences} processes replay with a difference; {frames} frames compared; tokens per s: {rates}")
+        mixed = mixed_run(Path(name), options.seconds)
+    rates = ", ".join(f"{rate:.1f} with the journal {journal}" for journal, rate in mixed.rates.items())
+    console.print(f"{mixed.differences} processes replay with a difference; {mixed.frames} frames compared")
+    console.print(f"Tokens per second: {rates}")
+    console.print(f"{mixed.traced.percent:.1f}% of the time of {mixed.traced.steps} steps is accounted for")
     RESULTS.parent.mkdir(exist_ok=True)
     figures = {
-        "differences": differences,
-        "frames": frames,
+        "differences": mixed.differences,
+        "frames": mixed.frames,
         "rank_steps_per_s": rank_steps_per_s,
         "overhead_us_per_step": max(costs.values()),
-        "overhead_percent": 100 * (1 - rates["on"] / rates["off"]),
+        "overhead_percent": 100 * (1 - mixed.rates["on"] / mixed.rates["off"]),
+        "trace_coverage_percent": mixed.traced.percent,
     }
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
     console.print(f"Written to {RESULTS.relative_to(ROOT)}")

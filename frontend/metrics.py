@@ -35,7 +35,13 @@ LABELS = {
 """Label names of the counters whose names carry label values (see `bus.counters`); of others, ``kind0`` and so on."""
 
 GAUGES = frozenset(
-    {"executor_steps_in_flight", "rank_steps_in_flight", "unfinished_requests", "unfinished_text_requests"}
+    {
+        "executor_steps_in_flight",
+        "rank_steps_in_flight",
+        "scheduler_idle_sessions",
+        "unfinished_requests",
+        "unfinished_text_requests",
+    }
 )
 """What goes up and down among the counters."""
 

@@ -581,6 +581,7 @@ class NativeScheduler:
 
     def load(self) -> LoadFigures:
         self._bring_up_to_date()
+        self._statistics.idle_sessions(self._sessions.num_idle)
         batch = self._batch
         rows = batch.running
         lengths = batch.known[rows]

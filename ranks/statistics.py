@@ -60,6 +60,10 @@ class Statistics:
         """A session's turn goes on in the row of the one before."""
         self._counters.add("scheduler_continued_turns")
 
+    def idle_sessions(self, number: int) -> None:
+        """So many sessions wait for input now."""
+        self._counters.set("scheduler_idle_sessions", number)
+
     def reclaimed(self) -> None:
         """A session that had no row has lost blocks to others."""
         self._counters.add("scheduler_reclaimed_sessions")

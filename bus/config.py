@@ -80,6 +80,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     """HTTP port of frontend 0; frontend i listens on port + i."""
+    allowed_origins: str = ""
+    """Origins of web pages, with commas between, that may open sessions by WebSocket; pages of the server itself always
+    may, * is all."""
     run_dir: str = "run"
     """Sockets, logs and supervisord's files; made with mode 0700."""
     cache_dir: str = "~/.cache/rankbus"
@@ -90,6 +93,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout_s: Seconds = 15.0
     command_deadline_s: Seconds = 30.0
     max_message_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+    session_idle_s: Seconds = 300.0
+    """How long a session whose client was lost is kept for that client to come back."""
 
     # Logs
     log_level: Literal["debug", "info", "warning", "error"] = "info"

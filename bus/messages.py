@@ -514,11 +514,13 @@ class SessionResumed(Message, frozen=True, kw_only=True):
     """The client of a session was lost and is back, as another start or on another connection.
 
     What comes next begins with the first token of turn `turn`, the last that ended before the client was lost, or the
-    first; all that was received of this turn or later ones is void. Logprobs do not come again.
+    first; all that was received of this turn or later ones is void. Logprobs do not come again. `inputs` turns were
+    received so far, with those that are refused by an `Error` that follows; later ones have to be sent again.
     """
 
     request_id: str
     turn: int
+    inputs: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from bus.messages import (
 )
 from bus.wire import pack_ints, unpack_ints
 from frontend.commands import Commands, answer
-from frontend.params import BadRequest, ModelLimits, check_prompt, sampling_for
+from frontend.params import BadRequest, ModelLimits, check_features, check_prompt, sampling_for
 from frontend.requests import Requests
 from frontend.routing import RankView, Router, Unroutable
 from frontend.seam import (
@@ -38,14 +38,19 @@ from frontend.seam import (
     AddCall,
     Call,
     CommandCall,
+    ConnectionClosed,
     Deliver,
     Delivery,
     Detokenised,
+    InputRendered,
     RenderText,
+    SessionCall,
+    SessionOutput,
     StatusUpdate,
     TextOutput,
     TextRefused,
 )
+from frontend.sessions import CONNECTIONS, Sessions, to_client
 
 
 class FrontendCore:
@@ -62,6 +67,7 @@ class FrontendCore:
         self._counters = Counters()
         self._router = Router(config.routing, index, config.block_size, config.max_num_seqs)
         self._requests = Requests(self._router, config.block_size, self._counters)
+        self._sessions = Sessions(self._requests, self._counters, limits, self._draw_seed, config.session_idle_s)
         self._commands = Commands(config.command_deadline_s)
         self._executor: Peer | None = None
         self._executor_status: ExecutorStatus | None = None
@@ -100,12 +106,14 @@ class FrontendCore:
             self._requests.rank_up(peer)
         elif peer.role == "executor":
             self._executor = peer
+        else:
+            return self._sessions.client_up(peer)
         return []
 
     def _peer_down(self, peer: Peer) -> list[Effect]:
         if peer.role == "rank":
             self._router.ranks.pop(peer.index, None)
-            return [*self._requests.rank_down(peer), *self._commands.rank_lost(peer.index)]
+            return [*self._requests.rank_down(peer, self._sessions), *self._commands.rank_lost(peer.index)]
         if peer.role == "executor":
             self._executor = self._executor_status = None
             return []
@@ -113,12 +121,16 @@ class FrontendCore:
         texts = [key for key in self._text_requests if key[0] == peer]
         for key in texts:
             del self._text_requests[key]
-        entries = self._requests.ledger.of_owner(peer)
-        return [*(AbortText(*key) for key in texts), *self._requests.abort(entries, wanted=False)]
+        entries = [entry for entry in self._requests.ledger.of_owner(peer) if entry.session is None]
+        return [
+            *(AbortText(*key) for key in texts),
+            *self._requests.abort(entries, wanted=False),
+            *self._sessions.client_down(peer, self._now),
+        ]
 
     def _tick(self, tick: Tick) -> list[Effect]:
         self._now, self._wall, self._bus_counters = tick.now, tick.wall, tick.bus_counters
-        return [*self._commands.expire(tick.now), self._status()]
+        return [*self._commands.expire(tick.now), *self._sessions.expire(tick.now), self._status()]
 
     def _is_ready(self) -> bool:
         return self._executor_status is not None and any(view.available for view in self._router.ranks.values())
@@ -126,8 +138,9 @@ class FrontendCore:
     def _status(self) -> StatusUpdate:
         loads = {rank: view.load for rank, view in sorted(self._router.ranks.items()) if view.load is not None}
         own = self._counters.snapshot() | {
-            "unfinished_requests": len(self._requests.ledger),
+            "unfinished_requests": len(self._requests.ledger) - self._sessions.waiting,
             "unfinished_text_requests": len(self._text_requests),
+            "sessions": len(self._sessions),
         }
         return StatusUpdate(self._is_ready(), loads, self._executor_status, self._bus_counters | own)
 
@@ -135,7 +148,7 @@ class FrontendCore:
 
     def _receive(self, peer: Peer, message: Message) -> list[Effect]:
         if isinstance(message, Outputs):
-            return self._requests.outputs(peer.index, message)
+            return self._requests.outputs(peer.index, message, self._sessions)
         if isinstance(message, Load):
             self._router.ranks[peer.index].see_load(message)
         elif isinstance(message, KvEvents):
@@ -143,7 +156,7 @@ class FrontendCore:
         elif isinstance(message, ExecutorStatus):
             self._executor_status = message
             room = min(self._limits.max_model_len, message.max_model_len)
-            self._limits = replace(self._limits, max_model_len=room)
+            self._limits = self._sessions.limits = replace(self._limits, max_model_len=room)
         elif isinstance(message, Reply):
             return self._commands.replied(peer.index, message)
         elif isinstance(message, Generate):
@@ -152,23 +165,36 @@ class FrontendCore:
             return self._abort(peer, message)
         elif isinstance(message, CommandRequest):
             return self._command((peer, message.command_id), message)
-        elif isinstance(message, Append | EndTurn):
-            sentence = "sessions are not supported by this scheduler; send the whole conversation with Generate"
-            return [Send(peer, Error(code="unsupported", message=sentence, request_id=message.request_id))]
+        elif isinstance(message, Append):
+            return self._sessions.append(peer, message)
+        elif isinstance(message, EndTurn):
+            return self._sessions.end_turn(peer, message)
         elif isinstance(message, Error):
-            self._counters.add(f"errors_received/{peer.role}")
-            if message.command_id and peer.role == "rank":
-                return self._commands.failed(peer.index, message)
+            return self._error(peer, message)
+        return []
+
+    def _error(self, peer: Peer, error: Error) -> list[Effect]:
+        self._counters.add(f"errors_received/{peer.role}")
+        if peer.role != "rank":
+            return []
+        if error.command_id:
+            return self._commands.failed(peer.index, error)
+        entry = self._requests.ledger.get(error.handle)
+        if entry is not None and entry.session is not None and entry.rank == peer.index:
+            return self._sessions.refused(entry, error)
         return []
 
     def _generate(self, peer: Peer, request: Generate) -> list[Effect]:
         try:
             self._check_new(peer, request)
+            if request.resumable:
+                return self._sessions.open(peer, request, self._wall)
             if request.text_output or request.prompt_token_ids is None:
                 self._text_requests[peer, request.request_id] = max(request.params.n, 1)
                 return [RenderText(peer, request)]
             tokens = request.prompt_token_ids
             prompt = check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits)
+            check_features(request.mm_features, len(prompt))
             seed = self._draw_seed() if request.params.seed is None else request.params.seed
             samplings = [
                 sampling_for(request.params, len(prompt), self._limits, self._child_seed(seed, index))
@@ -183,35 +209,40 @@ class FrontendCore:
                 request.priority,
                 request.cache_salt,
                 request.rank,
+                request.mm_features,
             )
         except BadRequest as error:
             code, sentence = "invalid", str(error)
         except Unroutable as error:
             code, sentence = "unavailable", str(error)
         self._counters.add(f"requests_refused/{code}")
-        return [Send(peer, Error(code=code, message=sentence, request_id=request.request_id))]
+        turn = 1 if request.resumable else 0
+        return [to_client(peer, Error(code=code, message=sentence, request_id=request.request_id, turn=turn))]
 
     def _check_new(self, peer: Peer, request: Generate) -> None:
         if not request.request_id:
             raise BadRequest("request_id is empty; give each request an id of its own")
         key = (peer, request.request_id)
-        if key in self._text_requests or self._requests.ledger.of_request(*key):
+        in_use = key in self._text_requests or self._requests.ledger.of_request(*key)
+        if in_use or self._sessions.find(*key) is not None:
             raise BadRequest(f"request_id {request.request_id} is in use; wait for its Finished, or choose another")
         prompts = [request.text, request.messages, request.prompt_token_ids]
-        if sum(prompt is not None for prompt in prompts) != 1:
+        if sum(prompt is not None for prompt in prompts) != 1 and not request.resumable:
             raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
-        if request.resumable:
-            raise BadRequest("sessions (resumable) are not supported by this scheduler")
+        if request.mm_features and request.text_output and not request.resumable:
+            raise BadRequest("mm_features are for requests of tokens: set text_output to false")
         if not self._is_ready():
             raise Unroutable("the engine is not ready: it needs an executor and a rank; try again soon")
 
     def _abort(self, peer: Peer, abort: Abort) -> list[Effect]:
+        if self._sessions.find(peer, abort.request_id) is not None:
+            return self._sessions.abort(peer, abort)
         if (peer, abort.request_id) in self._text_requests:
             return [AbortText(peer, abort.request_id)]
         entries = self._requests.ledger.of_request(peer, abort.request_id)
         if not entries:
             sentence = f"request_id {abort.request_id} is not an unfinished request of yours"
-            return [Send(peer, Error(code="unknown_request", message=sentence, request_id=abort.request_id))]
+            return [to_client(peer, Error(code="unknown_request", message=sentence, request_id=abort.request_id))]
         return self._requests.abort(entries, wanted=True)
 
     # Commands
@@ -245,6 +276,14 @@ class FrontendCore:
             return self._command((None, call.call_id), call)
         if isinstance(call, Detokenised):
             return []
+        if isinstance(call, SessionCall):
+            return self._receive(_connection(call.connection), call.message)
+        if isinstance(call, ConnectionClosed):
+            return self._sessions.client_down(_connection(call.connection), self._now)
+        if isinstance(call, InputRendered):
+            return self._sessions.rendered(call)
+        if isinstance(call, SessionOutput):
+            return self._sessions.output(call)
         return self._text(call)
 
     def _text(self, call: TextOutput | TextRefused) -> list[Effect]:
@@ -273,6 +312,7 @@ class FrontendCore:
                 call.priority,
                 call.cache_salt,
                 call.rank,
+                [],
             )
         except Unroutable as error:
             self._counters.add("requests_refused/unavailable")
@@ -290,3 +330,8 @@ class FrontendCore:
     def _child_seed(seed: int, index: int) -> int:
         """Children of a seeded request draw from consecutive seeds, as in vLLM's ParentRequest."""
         return (seed + index) % 2**63
+
+
+def _connection(number: int) -> Peer:
+    """A WebSocket connection, as the peer that it is to sessions."""
+    return Peer(CONNECTIONS, "client", number, 1)

@@ -1,11 +1,15 @@
 """The requests this frontend answers for: whose they are, where they run, and what their clients have been sent."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bus.core import Peer
 from bus.messages import Ints, Sampling
+
+if TYPE_CHECKING:
+    from frontend.session import Session
 
 MAX_HANDLE = 2**31 - 1
 
@@ -15,7 +19,8 @@ class Entry:
     """One unfinished sequence. `owner` is the client it is for, or None for the HTTP side.
 
     `index` is its number among the children of `request_id`. `output` holds the tokens sent so far, as raw int32.
-    `wanted` turns false when nobody waits for it any more and only the rank's confirmation is awaited.
+    `wanted` turns false when nobody waits for it any more and only the rank's confirmation is awaited, and while the
+    client of a session is away. Of a session, output and cached tokens are those of the running turn.
     """
 
     handle: int
@@ -27,6 +32,7 @@ class Entry:
     sampling: Sampling
     cached_tokens: int = 0
     wanted: bool = True
+    session: "Session | None" = None
     output: bytearray = field(default_factory=bytearray)
 
     @property
@@ -73,6 +79,15 @@ class Ledger:
     def remove(self, entry: Entry) -> None:
         """Forget a sequence: it has ended."""
         del self._entries[entry.handle]
+        self._forget_request(entry)
+
+    def give(self, entry: Entry, owner: Peer) -> None:
+        """Make a sequence another start's of its client."""
+        self._forget_request(entry)
+        entry.owner = owner
+        self._requests.setdefault((owner, entry.request_id), []).append(entry.handle)
+
+    def _forget_request(self, entry: Entry) -> None:
         key = (entry.owner, entry.request_id)
         handles = self._requests[key]
         handles.remove(entry.handle)

@@ -29,8 +29,11 @@ LABELS = {
     "rank_errors_received": ("role",),
     "rank_refused_requests": ("code",),
     "errors_received": ("role",),
+    "inputs_refused": ("code",),
     "requests_ended": ("reason",),
     "requests_refused": ("code",),
+    "sessions_ended": ("reason",),
+    "turns_ended": ("reason",),
 }
 """Label names of the counters whose names carry label values (see `bus.counters`); of others, ``kind0`` and so on."""
 
@@ -39,6 +42,7 @@ GAUGES = frozenset(
         "executor_steps_in_flight",
         "rank_steps_in_flight",
         "scheduler_idle_sessions",
+        "sessions",
         "unfinished_requests",
         "unfinished_text_requests",
     }

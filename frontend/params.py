@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bus.messages import GenerateParams, Sampling
+from bus.messages import GenerateParams, MultimodalFeature, Sampling
 from bus.sampling import fault_of
 
 MAX_CHILDREN = 64
@@ -39,11 +39,36 @@ def check_prompt(tokens: Sequence[int] | npt.NDArray[np.int32], limits: ModelLim
             f"the prompt has {len(tokens)} tokens; with max_model_len {limits.max_model_len} it may have "
             f"{limits.max_model_len - 1}"
         )
+    return check_tokens(tokens, limits)
+
+
+def check_tokens(tokens: Sequence[int] | npt.NDArray[np.int32], limits: ModelLimits) -> npt.NDArray[np.int32]:
+    """Any number of tokens as int32 [n], unless there are some the model does not know.
+
+    Raises:
+        BadRequest: with the sentence.
+    """
+    if len(tokens) == 0:
+        return np.empty(0, np.int32)
     lowest, highest = (min(tokens), max(tokens)) if isinstance(tokens, list) else (np.min(tokens), np.max(tokens))
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise BadRequest(f"token id {wrong} is not in the vocabulary; ids go from 0 to {limits.vocab_size - 1}")
     return np.asarray(tokens, dtype=np.int32)
+
+
+def check_features(features: Sequence[MultimodalFeature], tokens: int) -> None:
+    """Look at what else than text an input of so many tokens has.
+
+    Raises:
+        BadRequest: a feature is not within the input; the text says which.
+    """
+    for feature in features:
+        if feature.offset < 0 or feature.length < 1 or feature.offset + feature.length > tokens:
+            raise BadRequest(
+                f"the feature {feature.hash!r} with {feature.length} tokens from offset {feature.offset} on is not "
+                f"within the {tokens} tokens it comes with"
+            )
 
 
 def sampling_for(params: GenerateParams, prompt_tokens: int, limits: ModelLimits, seed: int) -> Sampling:
@@ -84,6 +109,23 @@ def sampling_for(params: GenerateParams, prompt_tokens: int, limits: ModelLimits
     if fault:
         raise BadRequest(fault)
     return sampling
+
+
+def session_sampling(params: GenerateParams, limits: ModelLimits, seed: int) -> Sampling:
+    """As `sampling_for`, for a turn of a session: how much room there is shows only when the turn runs, and ends it.
+
+    Raises:
+        BadRequest: a value is not allowed; the sentence names it and what is.
+    """
+    if params.n != 1:
+        raise BadRequest(f"n {params.n} is not allowed in a session; it must be 1")
+    if params.stop or params.include_stop_str_in_output:
+        raise BadRequest("stop strings are not allowed in a session; use stop_token_ids")
+    if params.bad_words:
+        raise BadRequest("bad_words are not allowed in a session; use logit_bias")
+    if params.max_tokens is not None and params.max_tokens > limits.max_model_len:
+        raise BadRequest(f"max_tokens {params.max_tokens} is more than max_model_len {limits.max_model_len}")
+    return sampling_for(params, 0, limits, seed)
 
 
 def _check_supported(params: GenerateParams) -> None:

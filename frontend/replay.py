@@ -7,7 +7,31 @@ from bus.journal.records import Header
 from bus.replay import Subject, config_of, construction_of
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
-from frontend.seam import AbortCall, AddCall, CommandCall, Detokenised, TextOutput, TextRefused
+from frontend.seam import (
+    AbortCall,
+    AddCall,
+    CommandCall,
+    ConnectionClosed,
+    Detokenised,
+    InputRendered,
+    SessionCall,
+    SessionOutput,
+    TextOutput,
+    TextRefused,
+)
+
+CALLS = (
+    AddCall,
+    AbortCall,
+    CommandCall,
+    Detokenised,
+    TextOutput,
+    TextRefused,
+    SessionCall,
+    ConnectionClosed,
+    InputRendered,
+    SessionOutput,
+)
 
 
 class Construction(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,4 +49,4 @@ def build(index: int, config: Config, construction: Construction) -> FrontendCor
 def subject(header: Header) -> Subject:
     """The recorded core, as it began."""
     core = build(header.index, config_of(header), construction_of(header, Construction))
-    return Subject(core, (AddCall, AbortCall, CommandCall, TextOutput, TextRefused, Detokenised))
+    return Subject(core, CALLS)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -12,21 +12,39 @@ from bus.messages import (
     EMPTY,
     AbortRequests,
     AddRequest,
+    AppendInput,
     Delta,
     Finished,
     Ints,
     Logprobs,
+    MultimodalFeature,
     Outputs,
     RequestEnded,
     RequestStarted,
     Sampling,
+    StopTurn,
     TokenDeltas,
+    TurnEnded,
+    TurnFinished,
 )
 from bus.prefix import block_hashes
 from bus.wire import pack_ints, unpack_ints
 from frontend.ledger import Entry, Ledger, split_by_counts
 from frontend.routing import Router
 from frontend.seam import Deliver, Delivery
+from frontend.session import Input, Session
+
+
+class Turns(Protocol):
+    """Who is told what becomes of sessions: `frontend.sessions.Sessions`."""
+
+    def turn_ended(self, entry: Entry, ended: TurnEnded, news: "News") -> list[Effect]:
+        """A turn has ended, and all its tokens are in `entry`. The effects come after those of `news`."""
+        ...
+
+    def ended(self, entry: Entry, ended: RequestEnded, news: "News") -> list[Effect]:
+        """A session has ended. The effects come after those of `news`."""
+        ...
 
 
 class Requests:
@@ -48,10 +66,10 @@ class Requests:
         """Use a rank from now on."""
         self._ranks[peer.index] = peer
 
-    def rank_down(self, peer: Peer) -> list[Effect]:
+    def rank_down(self, peer: Peer, turns: Turns) -> list[Effect]:
         """Stop using a rank, and end its requests."""
         self._ranks.pop(peer.index, None)
-        return self._end(peer.index, "unavailable", f"rank {peer.index} was lost; send the request again")
+        return self._end(peer.index, "unavailable", f"rank {peer.index} was lost; send the request again", turns)
 
     def add(
         self,
@@ -63,6 +81,7 @@ class Requests:
         priority: int,
         cache_salt: str,
         pinned: int | None,
+        features: list[MultimodalFeature],
     ) -> list[Effect]:
         """Start one sequence per element of `samplings`, all with the same prompt, numbered in that order.
 
@@ -86,10 +105,65 @@ class Requests:
                 priority=priority,
                 cache_salt=cache_salt,
                 block_hashes=memoryview(hashes),
+                mm_features=features,
             )
             effects.append(Send(self._ranks[rank], message))
             self._counters.add("requests_started")
         return effects
+
+    def open_session(self, session: Session, first: Input) -> Effect:
+        """Start a session with its first turn.
+
+        Raises:
+            Unroutable: no rank can take it; nothing was started.
+        """
+        prompt = first.tokens
+        assert prompt is not None
+        request = session.request
+        hashes = block_hashes(prompt, self._block_size, request.cache_salt)
+        rank, to_prefill = self._router.choose(first.length, hashes, request.rank)
+        bus, index = session.client
+        owner = None if session.over_seam else session.peer or Peer(bus, "client", index, 0)
+        handle = self.ledger.new_handle()
+        entry = Entry(handle, owner, session.delivery, 0, rank, prompt, session.sampling, session=session)
+        entry.wanted = session.over_seam or session.peer is not None
+        self.ledger.add(entry)
+        session.entry = entry
+        first.sequence = self._router.ranks[rank].place(to_prefill)
+        message = AddRequest(
+            handle=handle,
+            sequence=first.sequence,
+            request_id=session.delivery,
+            prompt_token_ids=prompt,
+            sampling=session.sampling,
+            arrival_time=session.arrival_time,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            block_hashes=memoryview(hashes),
+            resumable=True,
+            mm_features=first.features,
+        )
+        self._counters.add("sessions_started")
+        return Send(self._ranks[rank], message)
+
+    def append(self, entry: Entry, one: Input) -> Effect:
+        """Give a session's rank an input, or its close."""
+        assert one.tokens is not None
+        one.sequence = self._router.ranks[entry.rank].place(one.length)
+        message = AppendInput(
+            handle=entry.handle,
+            sequence=one.sequence,
+            prompt_token_ids=one.tokens,
+            sampling=one.sampling,
+            close=one.close,
+            mm_features=one.features,
+        )
+        return Send(self._ranks[entry.rank], message)
+
+    def stop_turn(self, entry: Entry, turn: int, n: int) -> Effect:
+        """Have a session's rank stop a turn, and keep `n` tokens of its output."""
+        sequence = self._router.ranks[entry.rank].place(0)
+        return Send(self._ranks[entry.rank], StopTurn(handle=entry.handle, sequence=sequence, turn=turn, n=n))
 
     def abort(self, entries: list[Entry], wanted: bool) -> list[Effect]:
         """Ask the ranks to end these sequences. If not `wanted`, what still comes of them is dropped."""
@@ -103,14 +177,14 @@ class Requests:
             if rank in self._ranks
         ]
 
-    def outputs(self, rank: int, outputs: Outputs) -> list[Effect]:
+    def outputs(self, rank: int, outputs: Outputs, turns: Turns) -> list[Effect]:
         """Pass a step's output on to whom it is for."""
         handles = unpack_ints(outputs.handles).tolist()
         counts = unpack_ints(outputs.counts) if outputs.counts.nbytes else None
         if counts is not None and ((counts < 0).any() or int(counts.sum()) * 4 != outputs.tokens.nbytes):
             self._counters.add("invalid_outputs")
             return []
-        news = _News(rank, outputs.step)
+        news = News(rank, outputs.step)
         for item in outputs.started:
             if (entry := self._known(item.handle, rank)) is not None:
                 entry.cached_tokens = item.cached_tokens
@@ -121,10 +195,14 @@ class Requests:
                 entry.output += tokens
                 news.add(entry, tokens, logprobs.get(handle))
         self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
+        after: list[Effect] = []
+        for turn in outputs.turns:
+            if (entry := self._known(turn.handle, rank)) is not None and entry.session is not None:
+                after += turns.turn_ended(entry, turn, news)
         for ended in outputs.ended:
             if (entry := self._known(ended.handle, rank)) is not None:
-                self._finish(entry, ended, news)
-        return news.effects()
+                after += self._finish(entry, ended, news, turns)
+        return [*news.effects(), *after]
 
     def _known(self, handle: int, rank: int) -> Entry | None:
         entry = self.ledger.get(handle)
@@ -133,17 +211,23 @@ class Requests:
             return None
         return entry
 
-    def _finish(self, entry: Entry, ended: RequestEnded, news: "_News") -> None:
+    def _finish(self, entry: Entry, ended: RequestEnded, news: "News", turns: Turns) -> list[Effect]:
         self.ledger.remove(entry)
+        if entry.session is not None:
+            self._counters.add(f"sessions_ended/{ended.reason}")
+            return turns.ended(entry, ended, news)
         self._counters.add(f"requests_ended/{ended.reason}")
         news.end(entry, ended)
+        return []
 
-    def _end(self, rank: int, code: str, sentence: str) -> list[Effect]:
+    def _end(self, rank: int, code: str, sentence: str, turns: Turns) -> list[Effect]:
         """End a rank's sequences with an error of this frontend's own."""
-        news = _News(rank)
+        news = News(rank)
+        after: list[Effect] = []
         for entry in self.ledger.of_rank(rank):
-            self._finish(entry, RequestEnded(handle=entry.handle, reason="error", code=code, message=sentence), news)
-        return news.effects()
+            ended = RequestEnded(handle=entry.handle, reason="error", code=code, message=sentence)
+            after += self._finish(entry, ended, news, turns)
+        return [*news.effects(), *after]
 
 
 class _Batch:
@@ -169,7 +253,7 @@ class _Batch:
         )
 
 
-class _News:
+class News:
     """What one step of a rank gave the HTTP side's requests and the clients', sorted by whom it is for."""
 
     def __init__(self, rank: int, step: int = 0) -> None:
@@ -205,6 +289,12 @@ class _News:
             self._deliver(entry, ended=ended)
         else:
             self._messages.append(Send(entry.owner, _finished(entry, ended)))
+
+    def tell(self, entry: Entry, message: TurnFinished | Finished) -> None:
+        """Deliver the end of a turn, or of a session, after its tokens."""
+        delivery = self._deliveries.get(entry.handle)
+        before = delivery.messages if delivery is not None else ()
+        self._deliver(entry, messages=(*before, message))
 
     def effects(self) -> list[Effect]:
         """The messages and the delivery, tokens before ends."""

@@ -10,17 +10,23 @@ import msgspec
 
 from bus.core import Peer
 from bus.messages import (
+    Abort,
     AnyCommand,
+    Append,
     Delta,
+    EndTurn,
     ExecutorStatus,
     Finished,
     Generate,
     Ints,
     Load,
     Logprobs,
+    Message,
     RequestEnded,
     RequestStarted,
     Sampling,
+    SessionResumed,
+    TurnFinished,
 )
 
 # Calls, from the HTTP side to the core
@@ -81,19 +87,64 @@ class Detokenised(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-Call = AddCall | AbortCall | CommandCall | TextOutput | TextRefused | Detokenised
+class SessionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A WebSocket connection, numbered by the HTTP side, says what a client would say on the client bus."""
+
+    connection: int
+    message: Generate | Append | EndTurn | Abort
+
+
+class ConnectionClosed(msgspec.Struct, frozen=True, kw_only=True):
+    """A WebSocket connection is gone, and with it the sessions it has opened."""
+
+    connection: int
+
+
+class InputRendered(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a `RenderInput`: its tokens as int32, or `code` and `message` as in `Error`."""
+
+    session: int
+    input: int
+    token_ids: Ints = memoryview(b"")
+    code: str = ""
+    message: str = ""
+
+
+class SessionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of a session of the client bus with its text, to be sent on (see `BeginTurn`)."""
+
+    session: int
+    message: Delta | TurnFinished | Finished | SessionResumed
+
+
+Call = (
+    AddCall
+    | AbortCall
+    | CommandCall
+    | TextOutput
+    | TextRefused
+    | Detokenised
+    | SessionCall
+    | ConnectionClosed
+    | InputRendered
+    | SessionOutput
+)
 
 # Effects, from the core to the HTTP side
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New output of one request: tokens as int32, and its end if it has ended."""
+    """New output of one request: tokens as int32, and its end if it has ended.
+
+    A session has `messages` instead of an end: what its client is to be told after these tokens.
+    """
 
     request_id: str
     token_ids: Ints
     logprobs: Logprobs | None = None
     started: RequestStarted | None = None
     ended: RequestEnded | None = None
+    messages: tuple[TurnFinished | Finished | SessionResumed, ...] = ()
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -125,6 +176,42 @@ class AbortText(msgspec.Struct, frozen=True):
 
     peer: Peer
     request_id: str
+
+
+class RenderInput(msgspec.Struct, frozen=True):
+    """Effect: a session's input is not tokens yet: `text`, or `messages`. `opening` if nothing is before it.
+
+    Answered by one `InputRendered` with the same numbers.
+    """
+
+    session: int
+    input: int
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    opening: bool
+
+
+class BeginTurn(msgspec.Struct, frozen=True):
+    """Effect: what is delivered under the name `delivery` from now on is a turn of a session, from its first token.
+
+    `request_id` is the client's name of the session, `context` the last tokens before the turn's first. The HTTP side
+    makes the client's messages of it, with text if `text_output`, for the `connection`, or else to be sent by the core
+    (`SessionOutput`).
+    """
+
+    session: int
+    delivery: str
+    connection: int | None
+    request_id: str
+    text_output: bool
+    context: Ints
+
+
+class ToConnection(msgspec.Struct, frozen=True):
+    """Effect: tell a WebSocket connection something that need not pass the detokenizer."""
+
+    connection: int
+    message: Message
 
 
 class StatusUpdate(msgspec.Struct, frozen=True):

@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 
 from bus import messages as m
-from bus.config import Config
-from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
+from bus.core import Drained, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
 from bus.wire import pack_floats, pack_ints, unpack_ints
-from frontend.core import FrontendCore
-from frontend.params import ModelLimits
 from frontend.seam import (
     AbortCall,
     AbortText,
@@ -22,77 +19,12 @@ from frontend.seam import (
     TextOutput,
     TextRefused,
 )
-
-CLIENT = Peer("client", "client", 7, 70)
-OTHER = Peer("client", "client", 8, 80)
-EXECUTOR = Peer("command", "executor", 0, 30)
-RANKS = [Peer("command", "rank", index, 10 + index) for index in range(2)]
-SAMPLING = m.Sampling(seed=1, max_tokens=5)
-
-
-class Engine:
-    """A core with two ranks and an executor up, and what it has sent to whom."""
-
-    def __init__(self) -> None:
-        limits = ModelLimits(vocab_size=100, max_model_len=64, eos_token_ids=(2, 3))
-        self.core = FrontendCore(0, Config(), limits, b"key")
-        self.sent: list[tuple[Peer, Any]] = []
-        self.up: list[Any] = []
-        self.numbers = [0, 0]
-        self.tick(0.0)
-
-    def start(self) -> "Engine":
-        for peer in (*RANKS, EXECUTOR):
-            self.feed(PeerUp(peer))
-        status = m.ExecutorStatus(model="x", max_model_len=64, num_blocks=8, block_size=16)
-        self.feed(Received(EXECUTOR, status))
-        for rank in range(2):
-            self.load(rank)
-        self.feed(PeerUp(CLIENT))
-        return self
-
-    def feed(self, event: Any) -> list[Any]:
-        effects = self.core.handle(event)
-        self.sent += [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
-        self.up += [effect for effect in effects if not isinstance(effect, Send)]
-        return effects
-
-    def tick(self, now: float) -> None:
-        self.feed(Tick(now, 1000.0 + now, {}))
-
-    def load(self, rank: int, **fields: Any) -> None:
-        self.numbers[rank] += 1
-        values = {"running": 0, "waiting": 0, "pending_prefill_tokens": 0, "num_blocks": 4, "acknowledged": 0} | fields
-        self.feed(Received(RANKS[rank], m.Load(number=self.numbers[rank], **values)))
-
-    def ask(self, peer: Peer = CLIENT, **fields: Any) -> None:
-        values = {"request_id": "a", "prompt_token_ids": [5, 6], "text_output": False} | fields
-        self.feed(Received(peer, m.Generate(**values)))
-
-    def take(self, peer: Peer | None = None) -> list[Any]:
-        """Messages sent to `peer` (or to anyone) since the last time."""
-        taken = [message for to, message in self.sent if peer in (None, to)]
-        self.sent = [(to, message) for to, message in self.sent if peer not in (None, to)]
-        return taken
-
-    def added(self) -> tuple[int, m.AddRequest]:
-        """The one AddRequest sent, and its rank."""
-        ((peer, message),) = [(peer, message) for peer, message in self.sent if isinstance(message, m.AddRequest)]
-        self.take()
-        return peer.index, message
+from tests.frontend.driving import CLIENT, EXECUTOR, OTHER, RANKS, SAMPLING, Engine, ended, outputs
 
 
 @pytest.fixture
 def engine() -> Engine:
     return Engine().start()
-
-
-def outputs(handles: list[int], tokens: list[int], **fields: Any) -> m.Outputs:
-    return m.Outputs(step=1, handles=pack_ints(handles), tokens=pack_ints(tokens), **fields)
-
-
-def ended(handle: int, reason: Any = "stop", **fields: Any) -> m.RequestEnded:
-    return m.RequestEnded(handle=handle, reason=reason, **fields)
 
 
 def test_a_request_goes_to_a_rank_and_its_tokens_come_back(engine: Engine) -> None:
@@ -176,7 +108,6 @@ def test_unseeded_requests_get_different_seeds_and_the_same_again_in_a_replay() 
         ({"prompt_token_ids": None}, "exactly one of"),
         ({"text": "a"}, "exactly one of"),
         ({"request_id": ""}, "request_id is empty"),
-        ({"resumable": True}, "sessions"),
         ({"params": m.GenerateParams(max_tokens=63)}, "at most 62"),
         ({"params": m.GenerateParams(max_tokens=0)}, "max_tokens 0"),
         ({"params": m.GenerateParams(min_tokens=9, max_tokens=8)}, "min_tokens 9"),
@@ -310,12 +241,6 @@ def test_text_requests_go_up_and_their_output_comes_down_until_the_last_child(en
     engine.ask(request_id="t", text="again", prompt_token_ids=None)
     engine.feed(Posted(TextRefused(peer=CLIENT, request_id="t", code="invalid", message="no good")))
     assert engine.take(CLIENT)[0] == m.Error(code="invalid", message="no good", request_id="t")
-
-
-@pytest.mark.parametrize(("message"), [m.Append(request_id="s"), m.EndTurn(request_id="s", turn=1, n=1)])
-def test_sessions_are_refused_with_a_sentence(engine: Engine, message: Any) -> None:
-    engine.feed(Received(CLIENT, message))
-    assert engine.take(CLIENT)[0].code == "unsupported"
 
 
 def command(engine: Engine, command_id: int = 1, body: Any = None, **fields: Any) -> dict[int, m.CommandRequest]:

@@ -6,6 +6,14 @@
 
 `Client` is for plain scripts, `AsyncClient` for asyncio; both have the same methods. A prompt is a text, a list of chat
 messages, or a list of token ids; sampling parameters are keywords with vLLM's names (`bus.messages.GenerateParams`).
+
+A session is a request whose input keeps coming:
+
+    with client.session("One, two,", max_tokens=5) as session:
+        for piece in session.first:
+            ...
+        for piece in session.append(" and now in French:", max_tokens=20):
+            ...
 """
 
 import asyncio
@@ -29,8 +37,10 @@ from bus.links import Dialer, Identity, Timing
 from bus.messages import (
     Abort,
     AnyCommand,
+    Append,
     CommandRequest,
     Delta,
+    EndTurn,
     Error,
     Finished,
     Generate,
@@ -38,42 +48,31 @@ from bus.messages import (
     Goodbye,
     Message,
     Reply,
+    SessionResumed,
     TokenDeltas,
+    TurnFinished,
 )
 from bus.wire import Codec, pack_ints, unpack_ints
+from frontend.client_session import SessionStream, TurnStream
+from frontend.pieces import Completion, EngineError, Piece
+
+__all__ = [
+    "AsyncClient",
+    "AsyncSession",
+    "AsyncTurn",
+    "Client",
+    "Completion",
+    "EngineError",
+    "Piece",
+    "Session",
+    "Turn",
+]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 TIMING = Timing(interval=1.0, timeout=15.0)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 TICK_S = 0.2
-
-
-class EngineError(Exception):
-    """The engine refused or failed what was asked; the text is its sentence, `code` its word for programs."""
-
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a request's output, as it came. `finished` is set on the last piece of each child (`index`)."""
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
-    finished: Finished | None = None
-    delta: Delta | None = None
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """All output of one child of a request."""
-
-    text: str
-    token_ids: list[int]
-    finished: Finished
 
 
 class _Stream:
@@ -101,8 +100,10 @@ class _Conversation:
         self._dialer = Dialer(bus, identity, Codec(bus.down, MAX_MESSAGE_BYTES), Counters(), TIMING, index=None)
         self.routing_id = self._dialer.routing_id
         self._peer: Peer | None = None
+        self._last_peer: Peer | None = None
         self._unsent: list[Message] = []
         self.streams: dict[str, _Stream] = {}
+        self.sessions: dict[str, SessionStream] = {}
         self.replies: dict[int, Reply | EngineError | None] = {}
         self._ids = itertools.count(1)
 
@@ -130,15 +131,47 @@ class _Conversation:
     def generate(
         self, prompt: Prompt, request_id: str | None, options: dict[str, Any], params: dict[str, Any]
     ) -> _Stream:
-        request_id = f"r{next(self._ids)}" if request_id is None else request_id
-        if request_id in self.streams:
-            raise ValueError(f"request_id {request_id} is in use by this client")
+        request_id = self._id(request_id)
         stream = _Stream(
             Generate(request_id=request_id, params=_params(params), **_prompt(prompt), **options),
         )
         self.streams[request_id] = stream
         self._unsent.append(stream.request)
         return stream
+
+    def open(
+        self, prompt: Prompt, request_id: str | None, options: dict[str, Any], params: dict[str, Any]
+    ) -> SessionStream:
+        request_id = self._id(request_id)
+        fields = _prompt(prompt) if prompt else {"prompt_token_ids": []}
+        request = Generate(request_id=request_id, resumable=True, params=_params(params), **fields, **options)
+        session = self.sessions[request_id] = SessionStream(request)
+        if self._peer is None:
+            session.lost()  # it is opened when there is a frontend
+        else:
+            self._unsent.append(request)
+        return session
+
+    def append(self, session: SessionStream, prompt: Prompt, params: dict[str, Any]) -> TurnStream:
+        fields = _prompt(prompt) if prompt else {"prompt_token_ids": []}
+        given = _params(params) if params else None
+        turn, messages = session.append(Append(request_id=session.request.request_id, params=given, **fields))
+        self.say(messages)
+        return turn
+
+    def say(self, messages: list[Message]) -> None:
+        self._unsent += messages
+
+    def leave(self, session: SessionStream) -> None:
+        """Its user has no more use for a session."""
+        self.say(session.abort())
+        self._forget_ended(session)
+
+    def _id(self, request_id: str | None) -> str:
+        request_id = f"r{next(self._ids)}" if request_id is None else request_id
+        if request_id in self.streams or request_id in self.sessions:
+            raise ValueError(f"request_id {request_id} is in use by this client")
+        return request_id
 
     def abort(self, request_id: str) -> None:
         if request_id in self.streams:
@@ -157,16 +190,23 @@ class _Conversation:
         return command_id
 
     def goodbye(self) -> None:
-        """Leave: the frontend aborts what is unfinished."""
-        self._unsent = [Goodbye()]
+        """Leave: the frontend aborts what is unfinished, and sessions as they are told."""
+        aborted = [message for session in self.sessions.values() for message in session.abort()]
+        self._unsent = [*aborted, Goodbye()]
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, PeerUp):
             self._peer = event.peer
             unanswered = [stream.request for stream in self.streams.values() if stream.sent and stream.children_left]
-            self._unsent = [*unanswered, *self._unsent]
+            same, self._last_peer = event.peer == self._last_peer, event.peer
+            found = [message for session in list(self.sessions.values()) for message in session.found(same)]
+            self._unsent = [*unanswered, *self._unsent, *found]
+            self._forget_ended(*self.sessions.values())
         elif isinstance(event, PeerDown):
             self._peer = None
+            self._unsent = [message for message in self._unsent if not self._is_of_session(message)]
+            for session in self.sessions.values():
+                session.lost()
             lost = EngineError("frontend_lost", f"the frontend was lost ({event.reason}); send the request again")
             for stream in [stream for stream in self.streams.values() if stream.started]:
                 self._fail(stream, lost)
@@ -175,6 +215,12 @@ class _Conversation:
             self._message(event.message)
 
     def _message(self, message: Message) -> None:
+        if isinstance(message, Delta | Finished | TurnFinished | SessionResumed | Error):
+            session = self.sessions.get(message.request_id)
+            if session is not None:
+                self.say(session.message(message))
+                self._forget_ended(session)
+                return
         if isinstance(message, Delta | Finished):
             stream = self.streams.get(message.request_id)
             if stream is not None:
@@ -216,6 +262,16 @@ class _Conversation:
                 stream.started = True
                 piece = Piece(request_id=request_id, index=index, text="", token_ids=tokens[start:end])
                 stream.inbox.append(piece)
+            elif (session := self.sessions.get(request_id)) is not None:
+                session.tokens(tokens[start:end])
+
+    def _is_of_session(self, message: Message) -> bool:
+        return isinstance(message, Append | EndTurn | Generate | Abort) and message.request_id in self.sessions
+
+    def _forget_ended(self, *sessions: SessionStream) -> None:
+        for session in sessions:
+            if session.over:
+                self.sessions.pop(session.request.request_id, None)
 
     def _fail(self, stream: _Stream, error: EngineError) -> None:
         stream.inbox.append(error)
@@ -254,6 +310,26 @@ class Client:
         stream = self._conversation.generate(prompt, request_id, options, params)
         self._pump(0)
         return self._read(stream)
+
+    def session(
+        self,
+        prompt: Prompt = (),
+        *,
+        request_id: str | None = None,
+        text_output: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        **params: Any,
+    ) -> "Session":
+        """Open a session; the prompt, which may be empty, is its first turn. `params` are for turns without their own.
+
+        It goes on when the connection is lost for a while. Leaving its `with` block closes it, and waits for its end.
+        """
+        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        stream = self._conversation.open(prompt, request_id, options, params)
+        self._pump(0)
+        return Session(self, stream)
 
     def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """Run a request to its end; one completion per child. Options and errors as in `generate`."""
@@ -322,6 +398,108 @@ class Client:
             self._socket.send_multipart(parts)
 
 
+class Turn:
+    """A turn of a session: iterate over its output, as it comes."""
+
+    def __init__(self, client: Client, session: SessionStream, stream: TurnStream) -> None:
+        self._client = client
+        self._session = session
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        return self._stream.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What has come so far."""
+        return list(self._stream.token_ids)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """What was not read yet, until the turn has ended.
+
+        Raises:
+            EngineError: the input was refused, or the session ended before the turn.
+            TimeoutError: nothing was heard for the client's `timeout_s`.
+        """
+        stream = self._stream
+        while True:
+            self._client._wait(lambda: bool(stream.inbox) or stream.over)
+            if not stream.inbox:
+                break
+            yield stream.inbox.popleft()
+        if stream.error is not None:
+            raise stream.error
+
+    def end(self) -> TurnFinished:
+        """Read to the end of the turn. Errors as in iteration."""
+        for _ in self:
+            pass
+        assert self._stream.finished is not None
+        return self._stream.finished
+
+    def stop(self, n: int | None = None) -> None:
+        """Stop the turn, and keep its first `n` tokens, or those that have come. Nothing happens unless it runs."""
+        self._client._conversation.say(self._session.stop(self._stream, n))
+        self._client._pump(0)
+
+
+class Session:
+    """A session. `first` is its first turn."""
+
+    def __init__(self, client: Client, stream: SessionStream) -> None:
+        self._client = client
+        self._stream = stream
+        self.first = Turn(client, stream, stream.turns[0])
+
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+        return self._stream.request.request_id
+
+    def append(self, prompt: Prompt = (), **params: Any) -> Turn:
+        """Give it its next input, at any time. `params` are for this turn, whole; none are those it was opened with.
+
+        Chat messages follow the answer of the turn before. Turns run one after the other, in this order.
+
+        Raises:
+            EngineError: it has ended, or a parameter is not allowed.
+        """
+        turn = self._client._conversation.append(self._stream, prompt, params)
+        self._client._pump(0)
+        return Turn(self._client, self._stream, turn)
+
+    def close(self) -> Finished:
+        """End it after the turns there are, and wait for that.
+
+        Raises:
+            EngineError: it has failed, or was refused.
+        """
+        self._client._conversation.say(self._stream.close())
+        return self._end()
+
+    def abort(self) -> Finished:
+        """End it now, and wait for that. Errors as in `close`."""
+        self._client._conversation.say(self._stream.abort())
+        return self._end()
+
+    def _end(self) -> Finished:
+        self._client._wait(lambda: self._stream.over)
+        return _session_end(self._stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._client._conversation.leave(self._stream)
+        elif not self._stream.over:
+            self.close()
+
+
 class AsyncClient:
     """The same for asyncio. To be made, used and closed in one event loop."""
 
@@ -348,6 +526,23 @@ class AsyncClient:
         """As `Client.generate`."""
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
         return self._read(self._conversation.generate(prompt, request_id, options, params))
+
+    async def session(
+        self,
+        prompt: Prompt = (),
+        *,
+        request_id: str | None = None,
+        text_output: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        **params: Any,
+    ) -> "AsyncSession":
+        """As `Client.session`."""
+        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        stream = self._conversation.open(prompt, request_id, options, params)
+        await self._flush()
+        return AsyncSession(self, stream)
 
     async def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """As `Client.complete`."""
@@ -412,6 +607,104 @@ class AsyncClient:
     async def _flush(self) -> None:
         for parts in self._conversation.frames():
             await self._socket.send_multipart(parts)
+
+
+class AsyncTurn:
+    """As `Turn`."""
+
+    def __init__(self, client: AsyncClient, session: SessionStream, stream: TurnStream) -> None:
+        self._client = client
+        self._session = session
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        """As `Turn.text`."""
+        return self._stream.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """As `Turn.token_ids`."""
+        return list(self._stream.token_ids)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """As for `Turn`."""
+        stream = self._stream
+        while True:
+            await self._client._wait(lambda: bool(stream.inbox) or stream.over)
+            if not stream.inbox:
+                break
+            yield stream.inbox.popleft()
+        if stream.error is not None:
+            raise stream.error
+
+    async def end(self) -> TurnFinished:
+        """As `Turn.end`."""
+        async for _ in self:
+            pass
+        assert self._stream.finished is not None
+        return self._stream.finished
+
+    async def stop(self, n: int | None = None) -> None:
+        """As `Turn.stop`."""
+        self._client._conversation.say(self._session.stop(self._stream, n))
+        await self._client._flush()
+
+
+class AsyncSession:
+    """As `Session`."""
+
+    def __init__(self, client: AsyncClient, stream: SessionStream) -> None:
+        self._client = client
+        self._stream = stream
+        self.first = AsyncTurn(client, stream, stream.turns[0])
+
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+        return self._stream.request.request_id
+
+    async def append(self, prompt: Prompt = (), **params: Any) -> AsyncTurn:
+        """As `Session.append`."""
+        turn = self._client._conversation.append(self._stream, prompt, params)
+        await self._client._flush()
+        return AsyncTurn(self._client, self._stream, turn)
+
+    async def close(self) -> Finished:
+        """As `Session.close`."""
+        self._client._conversation.say(self._stream.close())
+        return await self._end()
+
+    async def abort(self) -> Finished:
+        """As `Session.abort`."""
+        self._client._conversation.say(self._stream.abort())
+        return await self._end()
+
+    async def _end(self) -> Finished:
+        await self._client._wait(lambda: self._stream.over)
+        return _session_end(self._stream)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._client._conversation.leave(self._stream)
+            await self._client._flush()
+        elif not self._stream.over:
+            await self.close()
+
+
+def _session_end(stream: SessionStream) -> Finished:
+    if stream.error is not None:
+        raise stream.error
+    finished = stream.finished
+    assert finished is not None
+    if finished.reason == "error":
+        raise EngineError("failed", finished.message)
+    return finished
 
 
 def _params(params: dict[str, Any]) -> GenerateParams:

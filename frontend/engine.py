@@ -18,13 +18,17 @@ from frontend.errors import RequestError
 from frontend.metrics import EngineStatus, RankStats
 from frontend.rank_logger import OwnLogger, RankLogger
 from frontend.seam import Call, StatusUpdate
+from frontend.websocket import SessionSockets
 
 
 class BusLLM(AsyncLLM):
-    """The engine behind vLLM's HTTP server. `client` is its way to the bus; `ending` tells that it was shut down.
+    """The engine behind vLLM's HTTP server.
 
-    With `timed`, the journal is told how long outputs take up here.
+    `client` is its way to the bus; `ending` tells that it was shut down. With `timed`, the journal is told how long
+    outputs take up here. `sockets` are the WebSocket connections.
     """
+
+    sockets: SessionSockets
 
     def __init__(
         self,

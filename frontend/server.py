@@ -21,8 +21,20 @@ from frontend.bridge import Bridge
 from frontend.engine import BusLLM
 from frontend.metrics import BusCollector, EngineStatus
 from frontend.params import ModelLimits
-from frontend.seam import AbortText, Call, CommandResult, Deliver, RenderText, StatusUpdate
+from frontend.seam import (
+    AbortText,
+    BeginTurn,
+    Call,
+    CommandResult,
+    Deliver,
+    RenderInput,
+    RenderText,
+    StatusUpdate,
+    ToConnection,
+)
+from frontend.session_text import SessionTexts
 from frontend.text import TextRequests
+from frontend.websocket import SessionSockets
 
 log = get_logger()
 
@@ -61,13 +73,23 @@ async def serve(
     )
     log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
     texts = TextRequests(engine, post)
+    sessions = SessionTexts(engine, post)
+    engine.sockets = SessionSockets(sessions, post, config.allowed_origins)
+
+    def deliver(effect: Deliver) -> None:
+        engine.client.on_deliver(effect)
+        sessions.on_deliver(effect)
+
     bridge.attach(
         {
-            Deliver: engine.client.on_deliver,
+            Deliver: deliver,
             CommandResult: engine.client.on_command_result,
             StatusUpdate: engine.on_status,
             RenderText: texts.on_render,
             AbortText: texts.on_abort,
+            RenderInput: sessions.on_render,
+            BeginTurn: sessions.on_begin,
+            ToConnection: sessions.on_message,
         }
     )
     collector = BusCollector(status)
@@ -115,7 +137,7 @@ def _arguments(config: Config, index: int, source: ModelSource, limits: ModelLim
         port=config.port + index,
         disable_uvicorn_access_log=True,
         uvicorn_log_level="warning",
-        middleware=["frontend.middleware.StrictRequests"],
+        middleware=["frontend.middleware.StrictRequests", "frontend.websocket.SessionRoute"],
     )
     return Namespace(**(vars(engine) | vars(http) | {"served_model_name": [source.name]}))
 

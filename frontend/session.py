@@ -101,11 +101,6 @@ class Session:
         return f"{self.request_id}-session{self.number}" if self.over_seam else self.request_id
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes inputs: it is not being closed, and has not ended."""
-        return not self.closing and not self.over
-
-    @property
     def waits(self) -> bool:
         """Whether it has nothing to do until its client says something."""
         return self.running is None and not self.unsent and not self.appended

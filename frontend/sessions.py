@@ -100,9 +100,11 @@ class Sessions:
     def append(self, peer: Peer, append: Append) -> list[Effect]:
         """Take an input of a session, or its close; refusals are among the effects."""
         session = self.find(peer, append.request_id)
-        if session is None or session.over:
+        if session is None:
             return [self._unknown(peer, append.request_id)]
         turn = session.last_input() + 1
+        if session.over:  # its client will hear so soon
+            return self._refuse(session, "invalid", f"session {append.request_id} has ended", turn)
         if session.closing:
             return self._refuse(session, "invalid", f"session {append.request_id} is being closed", turn)
         if not append.resumable:
@@ -121,8 +123,10 @@ class Sessions:
     def end_turn(self, peer: Peer, end: EndTurn) -> list[Effect]:
         """Have a turn stopped; one that has ended meanwhile is left as it is."""
         session = self.find(peer, end.request_id)
-        if session is None or session.over:
+        if session is None:
             return [self._unknown(peer, end.request_id)]
+        if session.over:
+            return []
         if end.n < 0:
             return self._refuse(session, "invalid", f"n {end.n} is not allowed; it must be 0 or more")
         running = session.turn if session.running is not None else None
@@ -137,8 +141,10 @@ class Sessions:
     def abort(self, peer: Peer, abort: Abort) -> list[Effect]:
         """End a session; the rank confirms it."""
         session = self.find(peer, abort.request_id)
-        if session is None or session.over:
+        if session is None:
             return [self._unknown(peer, abort.request_id)]
+        if session.over:
+            return []
         if session.entry is not None:
             return self._requests.abort([session.entry], wanted=True)
         self._forget(session)
@@ -259,6 +265,8 @@ class Sessions:
         )
         start = session.tail()
         session.over, session.entry = True, None
+        session.unsent.clear()
+        session.appended.clear()
         return self._tell(session, finished, Told(finished, output, start), entry, news)
 
     def refused(self, entry: Entry, error: Error) -> list[Effect]:
@@ -339,7 +347,7 @@ class Sessions:
         return self._begin(session)
 
     def _begin(self, session: Session) -> list[Effect]:
-        return [_begin_turn(session, session.tail())] if session.over_seam else []
+        return [_begin_turn(session, session.turn, session.tail())] if session.over_seam else []
 
     def _refuse_input(self, session: Session, one: Input, code: str, sentence: str) -> list[Effect]:
         """Take an input out, and tell the client. Without its first one there is no session."""
@@ -446,10 +454,11 @@ def _tokens(session: Session, tokens: Ints) -> list[Effect]:
     return [Send(session.peer, TokenDeltas(request_ids=[session.request_id], tokens=tokens, counts=counts))]
 
 
-def _begin_turn(session: Session, context: Ints) -> BeginTurn:
+def _begin_turn(session: Session, turn: int, context: Ints) -> BeginTurn:
     bus, index = session.client
     return BeginTurn(
         session=session.number,
+        turn=turn,
         delivery=session.delivery,
         connection=index if bus == CONNECTIONS else None,
         request_id=session.request_id,
@@ -464,10 +473,15 @@ def _deliver_again(session: Session) -> list[Effect]:
     def deliver(tokens: Ints, *messages: TurnFinished | Finished | SessionResumed) -> Deliver:
         return Deliver(0, [Delivery(session.delivery, tokens, messages=messages)])
 
-    effects: list[Effect] = [_begin_turn(session, EMPTY), deliver(EMPTY, session.resumed())]
+    resumed = session.resumed()
+    effects: list[Effect] = [_begin_turn(session, resumed.turn, EMPTY), deliver(EMPTY, resumed)]
     for told in session.told:
         if not isinstance(told.message, Error):
-            effects += [_begin_turn(session, told.context), deliver(told.tokens, told.message)]
+            turn = told.message.turn if isinstance(told.message, TurnFinished) else session.turn
+            effects += [_begin_turn(session, turn, told.context), deliver(told.tokens, told.message)]
     if session.running is not None and session.entry is not None:
-        effects += [_begin_turn(session, session.tail()), deliver(memoryview(bytes(session.entry.output)))]
+        effects += [
+            _begin_turn(session, session.turn, session.tail()),
+            deliver(memoryview(bytes(session.entry.output))),
+        ]
     return effects

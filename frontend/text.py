@@ -122,7 +122,8 @@ class TextRequests:
         extras = {"cache_salt": request.cache_salt} if request.cache_salt else None
         if request.messages is not None:
             chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "continue_final_message": False})
-            _, prompts = await renderer.render_chat_async([_messages(request)], chat, prompt_extras=extras)
+            messages = checked_messages(request.messages)
+            _, prompts = await renderer.render_chat_async([messages], chat, prompt_extras=extras)
             return prompts[0]
         prompt: Any = request.text
         if request.prompt_token_ids is not None:
@@ -132,9 +133,12 @@ class TextRequests:
         return rendered
 
 
-def _messages(request: Generate) -> list[Any]:
-    """The chat messages, each checked to be one: the chat template would fail on another in its own words."""
-    messages = request.messages or []
+def checked_messages(messages: list[dict[str, Any]]) -> list[Any]:
+    """The chat messages, each checked to be one: the chat template would fail on another in its own words.
+
+    Raises:
+        RequestError: there is none, or one has no role.
+    """
     if not messages:
         raise RequestError("invalid", "`messages` is empty; at least one message is needed")
     for number, message in enumerate(messages):

@@ -561,6 +561,19 @@ def test_an_abort_while_the_text_is_tokenised_ends_it_at_once() -> None:
     assert session.number_of_sessions() == 0
 
 
+def test_text_that_is_tokenised_after_the_end_is_nobodys() -> None:
+    session = text_session()
+    session.append(prompt_token_ids=None, text="more")
+    asked = rendering(session)
+    session.step(gone=[ended(session.handle, "abort")])
+    (finished,) = only(delivered(session)).messages
+    rendered(session, asked, code="invalid", message="bad")
+    assert session.take() == []
+    session.feed(Posted(SessionOutput(session=1, message=finished)))
+    assert session.take(CLIENT) == [finished]
+    assert session.number_of_sessions() == 0
+
+
 def test_a_chat_message_brings_back_the_token_that_its_answers_length_has_cut() -> None:
     session = Session()
     session.step(3, 4, turns=[session.end(1, 1, 3, "length")])

@@ -1,0 +1,32 @@
+"""What the client library gives its users."""
+
+import msgspec
+
+from bus.messages import Delta, Finished
+
+
+class EngineError(Exception):
+    """The engine refused or failed what was asked; the text is its sentence, `code` its word for programs."""
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a request's output, as it came. `finished` is set on the last piece of each child (`index`)."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finished: Finished | None = None
+    delta: Delta | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """All output of one child of a request."""
+
+    text: str
+    token_ids: list[int]
+    finished: Finished

@@ -85,23 +85,21 @@ class KvCache:
                 name = request.name_next(tokens[place * width : (place + 1) * width])
                 self.pool.name(blocks[place], name)
             else:
-                names = request.name_blocks(end, batch.tokens[row], size)
-                for block, name in zip(batch.blocks[row, begin:end].tolist(), names[begin:end], strict=True):
-                    self.pool.name(block, name)
+                self._name_blocks(request, row, begin, end)
 
     def _name_prompt(self, row: int, begin: int, end: int) -> None:
         """Name a session's blocks, but for those of its turn's output: as long as that goes on, it may be cut short."""
         request = self._batch.request(row)
         in_prompt = request.num_prompt >> self._shift
-        self._name_blocks(request, self._batch.blocks[row, : min(end, in_prompt)], begin, self._batch.tokens[row])
+        self._name_blocks(request, row, begin, min(end, in_prompt))
         if end >= in_prompt:
             self._batch.num_named[row] = ALL  # so that it is not looked at again before the turn ends
 
-    def _name_blocks(self, request: Request, blocks: Int32, begin: int, tokens: Int32) -> None:
-        """Give all but the first `begin` of a request's `blocks` their names."""
-        if begin < blocks.size:
-            names = request.name_blocks(blocks.size, tokens, self.block_size)
-            for block, name in zip(blocks[begin:].tolist(), names[begin : blocks.size], strict=True):
+    def _name_blocks(self, request: Request, row: int, begin: int, end: int) -> None:
+        """Give the blocks of a row from `begin` to `end`, which may be none, their names."""
+        if begin < end:
+            names = request.name_blocks(end, self._batch.tokens[row], self.block_size)
+            for block, name in zip(self._batch.blocks[row, begin:end].tolist(), names[begin:end], strict=True):
                 self.pool.name(block, name)
 
     def settle(self, row: int, context: int) -> None:
@@ -120,7 +118,7 @@ class KvCache:
             named = int(batch.num_named[row])
             named = request.num_prompt >> self._shift if named == ALL else named
             full = session.computed >> self._shift
-            self._name_blocks(request, np.array(session.blocks[:full], np.int32), named, batch.tokens[row])
+            self._name_blocks(request, row, named, full)
             session.num_named = full
         del request.names[context >> self._shift :]
 

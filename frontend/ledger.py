@@ -10,6 +10,7 @@ from bus.messages import Ints, Sampling
 
 if TYPE_CHECKING:
     from frontend.session import Session
+    from frontend.steady import SteadyOutputs
 
 MAX_HANDLE = 2**31 - 1
 
@@ -18,9 +19,9 @@ MAX_HANDLE = 2**31 - 1
 class Entry:
     """One unfinished sequence. `owner` is the client it is for, or None for the HTTP side.
 
-    `index` is its number among the children of `request_id`. `output` holds the tokens sent so far, as raw int32.
-    `wanted` turns false when nobody waits for it any more and only the rank's confirmation is awaited, and while the
-    client of a session is away. Of a session, output and cached tokens are those of the running turn.
+    `index` is its number among the children of `request_id`. `wanted` turns false when nobody waits for it any more and
+    only the rank's confirmation is awaited, and while the client of a session is away. Of a session, output and cached
+    tokens are those of the running turn.
     """
 
     handle: int
@@ -33,7 +34,29 @@ class Entry:
     cached_tokens: int = 0
     wanted: bool = True
     session: "Session | None" = None
-    output: bytearray = field(default_factory=bytearray)
+    steady: "SteadyOutputs | None" = None
+    """Who keeps its newest tokens, if anybody does."""
+    _output: bytearray = field(default_factory=bytearray)
+
+    @property
+    def output(self) -> bytearray:
+        """The tokens sent so far, raw int32."""
+        if self.steady is not None:
+            self.steady.settle()
+        return self._output
+
+    def add_output(self, tokens: Ints | bytes) -> None:
+        """Note that these tokens were sent."""
+        self._output += tokens
+
+    def clear_output(self) -> None:
+        """A turn has ended: what it gave is the session's now."""
+        self._output = bytearray()
+
+    def on_its_own(self) -> None:
+        """Whom its tokens are for is about to change: it is no longer served together with others."""
+        if self.steady is not None:
+            self.steady.end()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,6 +107,7 @@ class Ledger:
     def give(self, entry: Entry, owner: Peer) -> None:
         """Make a sequence another start's of its client."""
         self._forget_request(entry)
+        entry.on_its_own()
         entry.owner = owner
         self._requests.setdefault((owner, entry.request_id), []).append(entry.handle)
 

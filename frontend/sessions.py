@@ -167,6 +167,7 @@ class Sessions:
                 session.peer = session.returning = None
                 session.gone_since = now
                 if session.entry is not None and not session.over_seam:
+                    session.entry.on_its_own()
                     session.entry.wanted = False
         return effects
 
@@ -243,7 +244,8 @@ class Sessions:
         session.cut = output[kept.nbytes :] if ended.reason == "length" else EMPTY
         session.output_tokens += output.nbytes // 4
         session.cached_tokens += entry.cached_tokens
-        entry.output, entry.cached_tokens = bytearray(), 0
+        entry.clear_output()
+        entry.cached_tokens = 0
         session.running = None
         self._counters.add(f"turns_ended/{ended.reason}")
         effects = self._tell(session, finished, Told(finished, output, start), entry, news)

@@ -49,6 +49,9 @@ log = get_logger()
 MAX_HANDLE = 2**31 - 1
 """Handles travel back as int32."""
 
+KV_INTERVAL_S = 0.05
+"""How long names of blocks that fill up in steady decode may wait for others, to go in one message."""
+
 _PAUSE_STATE: dict[str, PauseState] = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}
 
 
@@ -93,6 +96,7 @@ class RankCore:
         self._deferred: list[_Deferred] = []
         self._loads = LoadReports(counters)
         self._kv_number = 0
+        self._kv_due = float("-inf")
         self._effects: list[Effect] = []
         self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
             AddRequest: self._add,
@@ -490,8 +494,9 @@ class RankCore:
         self._loads.changed = False
 
     def _publish_kv(self) -> None:
-        if self._scheduler is None:
+        if self._scheduler is None or (self._scheduler.is_steady() and self._now < self._kv_due):
             return
+        self._kv_due = self._now + KV_INTERVAL_S
         changes = self._scheduler.take_kv_changes()
         if changes.cleared:
             self._broadcast_kv_snapshot()

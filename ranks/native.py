@@ -38,7 +38,7 @@ from bus.messages import (
     TurnReason,
 )
 from bus.prefix import block_hashes, split_hashes
-from bus.wire import pack_ints, unpack_ints
+from bus.wire import all_below, pack_ints, unpack_ints
 from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
@@ -370,8 +370,7 @@ class NativeScheduler:
 
     def _are_drawn(self, tokens: Int32) -> bool:
         """Whether each row of the oldest step has a token of the vocabulary."""
-        fits = tokens.size == self._steps[0].rows.size
-        return fits and int(tokens.min()) >= 0 and int(tokens.max()) < self._pool.vocab_size
+        return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
 
     def _check(self, step: Step, tokens: Int32) -> None:
         if tokens.size != step.rows.size:

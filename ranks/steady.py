@@ -73,9 +73,10 @@ class Steady:
         if beginning.size:
             rows = self._rows[beginning]
             lacking = self._kv.lacking(rows, self._computed[beginning] + count)
-            if lacking.sum() > self._kv.pool.num_free:
+            needed = int(np.add.reduce(lacking))
+            if needed > self._kv.pool.num_free:
                 return None
-            if lacking.any():
+            if needed:
                 block_rows, block_ids = self._kv.grow(rows, lacking)
         self._planned = count
         self._last_number = number
@@ -91,7 +92,7 @@ class Steady:
         if self._taken + 1 >= self._last_tokens:
             return False
         if len(self._stops) <= FEW_STOPS:
-            if any((tokens == stop).any() for stop in self._stops):
+            if any(np.count_nonzero(tokens == stop) for stop in self._stops):
                 return False
         elif np.isin(tokens, self._stops).any():
             return False

@@ -52,6 +52,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: Literal["native", "vllm"] = "native"
     policy: Literal["fcfs", "priority"] = "priority"
     """Who runs first: who came first, or by the requests' priority, then arrival time."""
+    tensor_parallel: Positive = 1
+    """Devices that share each weight, and with it a rank's work."""
+    data_shards: Positive | None = None
+    """Groups of tensor_parallel devices, over which the ranks are spread; none is as many as there are devices and
+    ranks for."""
 
     # Limits, per rank
     max_num_seqs: Annotated[int, Meta(ge=1, le=8192)] = 32

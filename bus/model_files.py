@@ -7,19 +7,29 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bus.config import Config, ConfigError
 
-ARCHITECTURES: Mapping[str, str] = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+}
 """Architectures that can be served, each with the `model_type` that its config.json names."""
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 
 PREPARATION = "v1"
 """Version of what `executor.prepare` writes. Change it when that changes: folders made before are then made anew."""
+
+_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}
+"""Of the MLP, by the kind of model; of all others it is silu."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -59,6 +69,19 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: how many there are, how many each token goes to, and the inner size of each.
+
+    `normalize` says that the weights of a token's experts are made to add up to 1.
+    """
+
+    count: int
+    per_token: int
+    inner_size: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a model folder says of itself. Sizes are in elements, `max_positions` in tokens."""
 
@@ -75,13 +98,32 @@ class ModelFacts:
     rope: Rope
     tie_word_embeddings: bool
     max_positions: int
-    """Longest context; where the model has a sliding window, the window (up to there both are the same)."""
+    """Longest context."""
     eos_token_ids: tuple[int, ...]
     chat: bool
     """Whether it has a chat template."""
     weight_files: tuple[Path, ...]
     fingerprint: str
     """Hash of config.json and of the names, shapes and sizes of all weights."""
+    query_scale: float
+    """What the products of queries and keys are multiplied by."""
+    activation: str = "silu"
+    """Of the MLP: silu, or gelu_pytorch_tanh."""
+    attention_bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    head_norms: bool = False
+    """Whether each head's query and key are normed."""
+    windows: tuple[int, ...] = ()
+    """How many tokens, itself the last, a token sees in each layer; 0 is all before it, and so is an empty tuple."""
+    attention_soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    """c tanh(x / c) bounds the scores of attention, and the logits; 0 is no bound."""
+    embedding_scale: float = 1.0
+    experts: Experts | None = None
+
+    def window_of(self, layer: int) -> int:
+        """See `windows`."""
+        return self.windows[layer] if self.windows else 0
 
 
 def resolve(config: Config) -> ModelSource:
@@ -113,17 +155,25 @@ def read(folder: Path) -> ModelFacts:
     Raises:
         ModelError: a file is missing, cannot be read or is cut short, or the architecture is not supported.
     """
-    config = _read_json(folder, "config.json")
-    architecture = _architecture(folder, config)
+    facts = outline(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"the model folder {folder} has no tokenizer.json; a folder needs one")
-    sizes = _sizes(folder, config)
-    eos = _eos(folder, config)
-    rope = _rope(folder, config)
-    tied = bool(config.get("tie_word_embeddings", False))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     weights, names = _weights(folder, digest)
-    _check_names(folder, names, sizes["num_hidden_layers"], tied)
+    _check_names(folder, names, facts.num_layers, facts.tie_word_embeddings)
+    return replace(facts, weight_files=weights, fingerprint=digest.hexdigest()[:32])
+
+
+def outline(folder: Path) -> ModelFacts:
+    """What config.json alone says: facts without weights and without a fingerprint.
+
+    Raises:
+        ModelError: config.json cannot be read, or the architecture is not supported.
+    """
+    config = _read_json(folder, "config.json")
+    architecture = _architecture(folder, config)
+    kind = ARCHITECTURES[architecture]
+    sizes = _sizes(folder, config)
     return ModelFacts(
         folder=folder,
         architecture=architecture,
@@ -135,13 +185,22 @@ def read(folder: Path) -> ModelFacts:
         num_kv_heads=sizes["num_key_value_heads"],
         head_dim=sizes["head_dim"],
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=rope,
-        tie_word_embeddings=tied,
-        max_positions=min(sizes["max_position_embeddings"], config.get("sliding_window") or 2**31 - 1),
-        eos_token_ids=eos,
+        rope=_rope(folder, config),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", kind == "gemma2")),
+        max_positions=sizes["max_position_embeddings"],
+        eos_token_ids=_eos(folder, config),
         chat=_has_chat_template(folder),
-        weight_files=weights,
-        fingerprint=digest.hexdigest()[:32],
+        weight_files=(),
+        fingerprint="",
+        query_scale=_number(folder, config, "query_pre_attn_scalar", sizes["head_dim"]) ** -0.5,
+        activation=_ACTIVATIONS.get(kind, "silu"),
+        attention_bias=kind == "qwen2",
+        head_norms=kind in ("qwen3", "qwen3_moe"),
+        windows=_windows(folder, config, kind, sizes["num_hidden_layers"]),
+        attention_soft_cap=_number(folder, config, "attn_logit_softcapping", 0),
+        final_soft_cap=_number(folder, config, "final_logit_softcapping", 0),
+        embedding_scale=sizes["hidden_size"] ** 0.5 if kind == "gemma2" else 1.0,
+        experts=_experts(folder, config) if kind == "qwen3_moe" else None,
     )
 
 
@@ -166,12 +225,66 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
         raise ModelError(f"{folder}/config.json: architecture {architecture} is not supported; it must be {allowed}")
     if config.get("quantization_config"):
         raise ModelError(f"{folder}/config.json: quantized weights are not supported; they must be {_list(_DTYPES)}")
-    for key, allowed_value in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if config.get(key, allowed_value) != allowed_value:
+    activation = _ACTIVATIONS.get(ARCHITECTURES[architecture], "silu")
+    supported: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1}
+    supported |= {"hidden_activation": activation} if activation != "silu" else {"hidden_act": activation}
+    supported |= {"mlp_only_layers": []}
+    for key, allowed_value in supported.items():
+        if (config.get(key) or allowed_value) != allowed_value:
             raise ModelError(
                 f"{folder}/config.json: {key} {config[key]!r} is not supported; it must be {json.dumps(allowed_value)}"
             )
     return architecture
+
+
+def _windows(folder: Path, config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int, ...]:
+    """See `ModelFacts.windows`. Which layers have the window is listed, or else as the architecture has it."""
+    window = config.get("sliding_window")
+    if window is None or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
+        return ()
+    if kind == "llama":
+        raise ModelError(f"{folder}/config.json: sliding_window is {window!r}; a Llama has none")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ModelError(f"{folder}/config.json: sliding_window is {window!r}; it must be null or a positive number")
+    listed = config.get("layer_types")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != num_layers:
+            raise ModelError(f"{folder}/config.json: layer_types must list all {num_layers} layers")
+        return tuple(window if name == "sliding_attention" else 0 for name in listed)
+    first_full = config.get("max_window_layers", 28)
+    match kind:
+        case "mistral":
+            has_window = [True] * num_layers
+        case "gemma2":
+            has_window = [layer % 2 == 0 for layer in range(num_layers)]
+        case _:
+            has_window = [layer >= first_full for layer in range(num_layers)]
+    return tuple(window if has else 0 for has in has_window)
+
+
+def _experts(folder: Path, config: Mapping[str, Any]) -> Experts:
+    count = _count(folder, config, "num_experts")
+    per_token = _count(folder, config, "num_experts_per_tok")
+    if per_token > count:
+        raise ModelError(f"{folder}/config.json: num_experts_per_tok is {per_token}; there are {count} experts")
+    inner_size = _count(folder, config, "moe_intermediate_size")
+    return Experts(count, per_token, inner_size, bool(config.get("norm_topk_prob", False)))
+
+
+def _number(folder: Path, config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return float(default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ModelError(f"{folder}/config.json: {key} is {value!r}; it must be null or a positive number")
+    return float(value)
+
+
+def _count(folder: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{folder}/config.json: {key} is {value!r}; it must be a whole number of at least 1")
+    return value
 
 
 def _sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
@@ -192,13 +305,10 @@ def _sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
         "head_dim",
         "max_position_embeddings",
     )
-    for key in keys:
-        value = values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{folder}/config.json: {key} is {value!r}; it must be a whole number of at least 1")
+    found = {key: _count(folder, values, key) for key in keys}
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise ModelError(f"{folder}/config.json: num_attention_heads must be a multiple of num_key_value_heads")
-    return {key: values[key] for key in keys}
+    return found
 
 
 def _rope(folder: Path, config: Mapping[str, Any]) -> Rope:

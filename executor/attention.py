@@ -1,11 +1,13 @@
 """Attention over the paged KV cache: one interface, and its implementation in plain XLA for a CPU.
 
-A layer's KV cache is one array [shards, blocks, block_size, 2 × kv_heads, head_dim], a head's key and value side by
-side; block 0 of each shard belongs to nobody and takes what padding writes. `plan` is made once per step, by the
-program of the step itself, and holds all that follows from the batch and not from the layer.
+It runs within `shard_map`, on what one device has of the heads and the blocks: arrays with a leading axis of shards
+have one entry there. A layer's KV cache is one array [shards, blocks, block_size, 2 × kv_heads, head_dim], a head's key
+and value side by side; block 0 of each shard belongs to nobody and takes what padding writes. `plan` is made once per
+step, by the program of the step itself, and holds all that follows from the batch and not from the layer.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -45,12 +47,27 @@ class Tokens(NamedTuple):
     valid: Array
 
 
+class View(NamedTuple):
+    """How a layer's tokens see others."""
+
+    scale: float
+    """What the products of queries and keys are multiplied by."""
+    window: int = 0
+    """How many tokens a token sees, itself the last; 0 is all before it."""
+    soft_cap: float = 0.0
+    """c: scores s become c tanh(s / c); 0 leaves them as they are."""
+
+
 class Attention(Protocol):
     """How a step's tokens see the KV cache. Implementations are hashable: programs are compiled for each."""
 
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
+        """The last two axes of the cache for a device that has `kv_heads`."""
+        ...
+
     def plan(self, batch: Batch, tokens: Tokens) -> Plan: ...
 
-    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan) -> tuple[Array, Array]:
+    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan, view: View) -> tuple[Array, Array]:
         """Put `k` and `v` into the cache, then let every token see its sequence up to itself.
 
         Args:
@@ -104,6 +121,9 @@ class XlaAttention:
     group: int = 8
     chunk_tokens: int = 128
 
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
+        return 2 * kv_heads, head_dim
+
     def plan(self, batch: Batch, tokens: Tokens) -> _XlaPlan:
         shards, sequences = batch.num_tokens.shape
         block = jnp.take_along_axis(
@@ -121,8 +141,8 @@ class XlaAttention:
         tables = jnp.pad(batch.block_tables, ((0, 0), (0, 0), (0, self._chunk_blocks - 1)))
         return _XlaPlan(tables, jnp.where(tokens.valid, block, 0), tokens.positions % self.block_size, tuple(passes))
 
-    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan) -> tuple[Array, Array]:
-        out, kv = over_shards(self._shard)(q, k, v, kv, plan)
+    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan, view: View) -> tuple[Array, Array]:
+        out, kv = over_shards(partial(self._shard, view))(q, k, v, kv, plan)
         return out, kv
 
     @property
@@ -155,7 +175,7 @@ class XlaAttention:
         order = jnp.argsort(-chunks, axis=1)
         return jax.tree.map(lambda x: jax.vmap(lambda values, by: values[by])(x, order), tiles)
 
-    def _shard(self, q: Array, k: Array, v: Array, kv: Array, plan: _XlaPlan) -> tuple[Array, Array]:
+    def _shard(self, view: View, q: Array, k: Array, v: Array, kv: Array, plan: _XlaPlan) -> tuple[Array, Array]:
         """As `__call__`, without the shards' axis."""
         kv_heads, head_dim = k.shape[1:]
         pairs = jnp.stack([k, v], axis=2).reshape(-1, 2 * kv_heads, head_dim).astype(kv.dtype)
@@ -165,13 +185,13 @@ class XlaAttention:
             pairs = jnp.concatenate([pairs, pairs])
             blocks, offsets = jnp.append(blocks, 0), jnp.append(offsets, 0)
         kv = kv.at[blocks, offsets].set(pairs)
-        grouped = (q * head_dim**-0.5).reshape(q.shape[0], kv_heads, -1, head_dim)
+        grouped = (q * view.scale).reshape(q.shape[0], kv_heads, -1, head_dim)
         out = jnp.zeros_like(grouped)
         for tiles in plan.passes:
-            out = self._attend(grouped, kv, plan.block_tables, tiles, out)
+            out = self._attend(view, grouped, kv, plan.block_tables, tiles, out)
         return out.reshape(q.shape), kv
 
-    def _attend(self, q: Array, kv: Array, tables: Array, tiles: _Tiles, out: Array) -> Array:
+    def _attend(self, view: View, q: Array, kv: Array, tables: Array, tiles: _Tiles, out: Array) -> Array:
         """Fill `out` [tokens, kv_heads, queries per kv head, head_dim] at the tokens of `tiles`."""
         most, width = tiles.tokens.shape
         size = min(self.group, most)
@@ -195,7 +215,11 @@ class XlaAttention:
                 # Memory that is not this sequence's may hold NaN, which a weight of 0 would not keep out.
                 values = jnp.where(written[:, :, None, None], pairs[:, :, :, 1], 0).transpose(0, 2, 1, 3)
                 scores = jnp.einsum("phqd,phcd->phqc", queries, keys, preferred_element_type=jnp.float32)
+                if view.soft_cap:
+                    scores = view.soft_cap * jnp.tanh(scores / view.soft_cap)
                 seen = at <= mine.positions[:, :, None]  # [size, width, chunk]
+                if view.window:
+                    seen &= at > mine.positions[:, :, None] - view.window
                 seen = jnp.broadcast_to(seen[:, :, None], (size, width, shared, self._chunk))
                 scores = jnp.where(seen.reshape(size, 1, width * shared, self._chunk), scores, _MASKED)
                 new_top = jnp.maximum(top, scores.max(-1))
@@ -208,7 +232,11 @@ class XlaAttention:
 
             shape = (size, kv_heads, width * shared)
             start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-            _, total, mixed = lax.fori_loop(0, mine.chunks.max(), one_chunk, start)
+            first = jnp.int32(0)
+            if view.window:  # what lies before all windows is not read
+                earliest = jnp.where(mine.chunks > 0, mine.positions[:, 0], 2**30).min() - view.window + 1
+                first = jnp.maximum(earliest, 0) // self._chunk
+            _, total, mixed = lax.fori_loop(first, mine.chunks.max(), one_chunk, start)
             result = (mixed / total[..., None]).astype(out.dtype)
             result = result.reshape(size, kv_heads, width, shared, head_dim).transpose(0, 2, 1, 3, 4)
             return out.at[mine.tokens].set(result, mode="drop")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from executor.attention import Batch, Plan, Tokens
+from executor.attention import Batch, Plan, Tokens, View
 from executor.shards import Array
 
 _MOST_SHARED = 64
@@ -26,11 +26,14 @@ class KernelAttention:
     def takes(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> bool:
         return head_dim % 8 == 0 and heads // kv_heads <= _MOST_SHARED and dtype == jnp.float32
 
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
+        return 2 * kv_heads, head_dim
+
     def plan(self, batch: Batch, tokens: Tokens) -> Plan:
         return batch.positions, batch.num_tokens, batch.block_tables
 
-    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan) -> tuple[Array, Array]:
-        return attend(q, k, v, kv, *plan, scale=q.shape[-1] ** -0.5)
+    def __call__(self, q: Array, k: Array, v: Array, kv: Array, plan: Plan, view: View) -> tuple[Array, Array]:
+        return attend(q, k, v, kv, *plan, scale=view.scale, window=view.window, soft_cap=view.soft_cap)
 
 
 def attend(

@@ -1,4 +1,8 @@
-"""What the device computes in a step, as functions over all data shards; the runner's programs are made of them."""
+"""What a device computes in a step, within `shard_map`; the programs of a step are made of it.
+
+Arrays with a leading axis of shards have one entry there, the device's own. Of logits a device has some of the lines of
+its shard; everything else of a shard is the same on all its devices.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -6,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from executor import sampling
 from executor.attention import Attention, Batch, Plan, Tokens
+from executor.mesh import MODEL
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
 
@@ -25,24 +31,29 @@ class Shared(NamedTuple):
     """int32 [shards, sequences]: which token is the last of each sequence."""
 
 
+class Layer(NamedTuple):
+    """A kind of layer: layers of a kind differ in nothing but the values of their parameters."""
+
+    graph: Any
+    tree: Any
+
+
 class Model(NamedTuple):
     """A model as functions of its parameters, which are lists: one of each layer's, one of all others (`outer`)."""
 
     outer_graph: Any
     outer_tree: Any
-    layer_graph: Any
-    layer_tree: Any
+    layers: tuple[Layer, ...]
 
     @classmethod
-    def take_apart(cls, model: Any) -> tuple["Model", list[Array], list[list[Array]]]:
+    def take_apart(cls, model: Any) -> tuple["Model", list[Any], list[list[Any]]]:
         """The functions of `model` (an `nnx.Module`), its outer parameters, and each layer's. `model` is used up."""
-        layers = [nnx.split(layer) for layer in model.layers]
+        parted = [nnx.split(layer) for layer in model.layers]
         model.layers = nnx.List([])
         outer_graph, outer = nnx.split(model)
         outer_leaves, outer_tree = jax.tree.flatten(outer)
-        layer_graph, layer_tree = layers[0][0], jax.tree.structure(layers[0][1])
-        made = cls(outer_graph, outer_tree, layer_graph, layer_tree)
-        return made, outer_leaves, [jax.tree.leaves(state) for _, state in layers]
+        layers = tuple(Layer(graph, jax.tree.structure(state)) for graph, state in parted)
+        return cls(outer_graph, outer_tree, layers), outer_leaves, [jax.tree.leaves(state) for _, state in parted]
 
     def enter(
         self, attention: Attention, num_tokens: int, outer: list[Array], history: Array, packed: Array
@@ -63,37 +74,42 @@ class Model(NamedTuple):
         self,
         attention: Attention,
         rows: int,
+        kinds: tuple[Layer, ...],
         layers: list[list[Array]],
         kv: list[Array],
         x: Array,
         shared: Shared,
     ) -> tuple[Array, Array, list[Array]]:
-        """Run some layers.
+        """Run some layers, which are of these `kinds`.
 
         Returns:
             Their output for the last token of each sequence [shards, rows, hidden], their output, and their KV cache.
         """
-        # They look alike, so one is traced and lowered for all: a start with compiled programs is mostly tracing.
-        run = jax.jit(partial(self._run_layer, attention))
+        # One of each kind is traced and lowered for all: a start with compiled programs is mostly tracing.
+        run = {kind: jax.jit(partial(_run_layer, kind, attention)) for kind in kinds}
         new_kv = []
-        for layer, layer_kv in zip(layers, kv, strict=True):
-            x, layer_kv = run(layer, layer_kv, x, shared)
+        for kind, layer, layer_kv in zip(kinds, layers, kv, strict=True):
+            x, layer_kv = run[kind](layer, layer_kv, x, shared)
             new_kv.append(layer_kv)
         ending = over_shards(lambda x, last: x[last])(x, shared.last)
         return jnp.pad(ending, ((0, 0), (0, rows - ending.shape[1]), (0, 0))), x, new_kv
 
     def head(self, outer: list[Array], ending: Array, picks: Array) -> Array:
-        """Logits, float32 [shards, n, vocabulary], of the sequences that `picks` [shards, n, 3] names first."""
+        """Logits, float32 [shards, n, vocabulary], of the sequences that `picks` [shards, n, 3] names first.
+
+        A device gets those of its lines.
+        """
         return self._outer(outer).logits(over_shards(lambda x, picks: x[picks[:, 0]])(ending, picks))
 
     def _outer(self, outer: list[Array]) -> Any:
         return nnx.merge(self.outer_graph, jax.tree.unflatten(self.outer_tree, outer))
 
-    def _run_layer(
-        self, attention: Attention, layer: list[Array], kv: Array, x: Array, shared: Shared
-    ) -> tuple[Array, Array]:
-        merged = nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_tree, layer))
-        return merged(x, shared.rotation, kv, attention, shared.plan)
+
+def _run_layer(
+    kind: Layer, attention: Attention, layer: list[Array], kv: Array, x: Array, shared: Shared
+) -> tuple[Array, Array]:
+    merged = nnx.merge(kind.graph, jax.tree.unflatten(kind.tree, layer))
+    return merged(x, shared.rotation, kv, attention, shared.plan)
 
 
 def _spread(batch: Batch, num_tokens: int) -> tuple[Tokens, Array]:
@@ -120,8 +136,16 @@ def set_up(
     )(history, params, tokens, rows, floats, ints)
 
 
+def _my_lines(logits: Array, x: Array) -> Array:
+    """Of `x` [n, …], an entry for each line of a shard, those of the lines [m, vocabulary] that this device has."""
+    if lax.axis_size(MODEL) == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * logits.shape[0], logits.shape[0])
+
+
 def _commit(tokens: Array, history: Array, picks: Array) -> tuple[Array, Array]:
-    """Put what was drawn into the history; what could not be drawn stands there as token 0."""
+    """All lines' `tokens`, and the history with them; what could not be drawn stands there as token 0."""
+    tokens = lax.all_gather(tokens, MODEL, tiled=True)
     return tokens, history.at[picks[:, 1], picks[:, 2]].set(jnp.maximum(tokens, 0))
 
 
@@ -132,20 +156,39 @@ def greedy(logits: Array, history: Array, picks: Array) -> tuple[Array, Array]:
 
 
 def draw(logits: Array, history: Array, params: RowParams, picks: Array) -> tuple[Array, Array]:
-    return over_shards(
-        lambda logits, history, params, picks: _commit(
-            sampling.draw(logits, params, picks[:, 1], picks[:, 2]), history, picks
-        )
-    )(logits, history, params, picks)
+    def of_shard(logits: Array, history: Array, params: RowParams, picks: Array) -> tuple[Array, Array]:
+        mine = _my_lines(logits, picks)
+        return _commit(sampling.draw(logits, params, mine[:, 1], mine[:, 2]), history, picks)
+
+    return over_shards(of_shard)(logits, history, params, picks)
 
 
 def adjust(logits: Array, history: Array, params: RowParams, picks: Array, adjustments: sampling.Adjustments) -> Array:
-    return over_shards(
-        lambda logits, history, params, picks, adjustments: sampling.adjust(
-            logits, history, params, picks[:, 1], picks[:, 2], adjustments
-        )
-    )(logits, history, params, picks, adjustments)
+    def of_shard(
+        logits: Array, history: Array, params: RowParams, picks: Array, adjustments: sampling.Adjustments
+    ) -> Array:
+        mine = _my_lines(logits, picks)
+        return sampling.adjust(logits, history, params, mine[:, 1], mine[:, 2], _mine(adjustments, logits))
+
+    return over_shards(of_shard)(logits, history, params, picks, adjustments)
+
+
+def _mine(adjustments: sampling.Adjustments, logits: Array) -> sampling.Adjustments:
+    """What there is for the lines that this device has: others become padding."""
+    if lax.axis_size(MODEL) == 1:
+        return adjustments
+    count = logits.shape[0]
+
+    def local(lines: Array) -> Array:
+        lines = lines - lax.axis_index(MODEL) * count
+        return jnp.where((lines >= 0) & (lines < count), lines, count)
+
+    return adjustments._replace(
+        allowed=_my_lines(logits, adjustments.allowed),
+        bias_line=local(adjustments.bias_line),
+        ban_line=local(adjustments.ban_line),
+    )
 
 
 def logprobs(logits: Array, tokens: Array) -> sampling.Logprobs:
-    return over_shards(sampling.logprobs)(logits, tokens)
+    return over_shards(lambda logits, tokens: sampling.logprobs(logits, _my_lines(logits, tokens)))(logits, tokens)

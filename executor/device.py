@@ -1,6 +1,7 @@
-"""The device that models run on: which it is, what memory it has, and where compiled programs are kept."""
+"""The devices that models run on: which they are, what memory they have, and where compiled programs are kept."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from bus.config import Config
 
 
-def set_up(cache_path: Path) -> jax.Device:
+def set_up(cache_path: Path) -> list[jax.Device]:
     """Choose the platform and the cache of compiled programs; before anything else is done with JAX.
 
     Without a TPU in the machine the CPU is chosen outright: asking libtpu takes seconds and ends in warnings.
@@ -20,7 +21,7 @@ def set_up(cache_path: Path) -> jax.Device:
     jax.config.update("jax_compilation_cache_dir", str(cache_path / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return jax.devices()[0]
+    return jax.devices()
 
 
 def dtype_of(config: Config, device: jax.Device) -> Any:
@@ -30,15 +31,15 @@ def dtype_of(config: Config, device: jax.Device) -> Any:
     return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
 
 
-def memory_for_sharing(device: jax.Device) -> int:
-    """Bytes of which the KV pool gets a part: on an accelerator what is free now, on a CPU all there is.
+def memory_for_sharing(devices: Sequence[jax.Device]) -> int:
+    """Bytes of which the KV pool gets a part: on accelerators what is free now, on a CPU all there is.
 
     It must be the same at each start, since programs are compiled for a pool's size. What is free on a CPU's machine is
     not. "All" is what the machine has, or what this process's control group may use of it.
     """
-    if device.platform != "cpu":
-        stats = device.memory_stats()
-        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    if devices[0].platform != "cpu":
+        stats = [device.memory_stats() for device in devices]
+        return len(stats) * min(int(of["bytes_limit"] - of["bytes_in_use"]) for of in stats)
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(fields["MemTotal"].split()[0]) * 1024
     try:

@@ -17,7 +17,9 @@ Float32 = npt.NDArray[np.float32]
 SHARD_BYTES = 2 * 1024**3
 """Weights are written in files of about this size, so that no more than that is in memory at once."""
 
-_ARCHITECTURE_OF = {model_type: name for name, model_type in ARCHITECTURES.items()}
+_ARCHITECTURE_OF = {kind: name for name, kind in ARCHITECTURES.items() if kind in ("llama", "mistral")}
+"""What can be converted, by the file's name of it: the other architectures name and order their tensors otherwise."""
+
 _LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",

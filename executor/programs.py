@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from bus.log import get_logger
+from executor import mesh as meshes
 from executor.progress import Progress
 
 log = get_logger()
@@ -45,21 +47,33 @@ def bucket(sizes: Sequence[int], wanted: int) -> int:
 
 
 class Programs:
-    """Compiles programs ahead, and runs them by name and size.
+    """Compiles programs of a mesh ahead, and runs them by name and size.
 
     A jitted function is never called as such, so nothing can be compiled unseen: once `compile_all` is done, a program
     that was not compiled ahead is logged as an error, compiled, and then run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._functions: dict[Key, Any] = {}
         self._traced: dict[Key, Any] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._ready = False
 
-    def add(self, name: str, size: int, function: Callable[..., Any], donate: Sequence[int] = ()) -> None:
-        """Declare a program; the arguments in `donate` are given away when it is called."""
-        self._functions[Key(name, size)] = jax.jit(function, donate_argnums=donate)
+    def add(
+        self,
+        name: str,
+        size: int,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        donate: Sequence[int] = (),
+    ) -> None:
+        """Declare a program: `function` works on a device's parts of the arguments, which `in_specs` say how to make.
+
+        The arguments in `donate` are given away when it is called.
+        """
+        self._functions[Key(name, size)] = meshes.jit(function, self._mesh, in_specs, out_specs, donate)
 
     def trace(self, name: str, size: int, *arguments: Any) -> Any:
         """Have a program compiled by `compile_all`, for arrays like `arguments` (arrays or shapes).
@@ -90,6 +104,10 @@ class Programs:
             compiled=counter.count,
             seconds=round(time.monotonic() - started, 1),
         )
+
+    def compile_one(self, name: str, size: int) -> Any:
+        """Compile a program that was traced, and return it."""
+        return _compile(self._traced[Key(name, size)])
 
     def run(self, name: str, size: int, *arguments: Any) -> Any:
         """Call a program. Returns as soon as the device has it, or as soon as the device allows."""

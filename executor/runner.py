@@ -1,9 +1,7 @@
 """The runner: owner of all that is on the device, and the only one to run programs there."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,28 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from bus import model_files
-from bus.config import Config, ConfigError
-from bus.model_files import ModelFacts
-from executor import compute, device, sampling, weights
-from executor.attention import XlaAttention
-from executor.attention_cpu import KernelAttention
-from executor.compute import FIELDS, Model
+from bus.config import Config
+from executor import device, sampling, weights
+from executor import mesh as meshes
 from executor.constraints import Constraints, Line, compose
 from executor.kernels import library, products
-from executor.kv_layout import KvLayout
-from executor.placement import SETUP_TOKENS, Placement, Places
-from executor.programs import Programs, bucket, sizes_up_to
+from executor.placement import SETUP_TOKENS, Places
+from executor.programs import bucket
 from executor.progress import Progress
-from executor.sampling import HISTORY_MULTIPLE, TOP_LOGPROBS, Adjustments, RowParams
+from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams
 from executor.shards import Array
 from executor.step import Float32, Int32, MergedStep, RowSetup, SampledStep
-
-SMALLEST_MIXED = 16
-"""Tokens of the smallest program for steps in which a sequence has more than one token."""
-
-MOST_LAYERS = 3
-"""Layers in one program on a CPU, at most. With all 30 of the embedded model in one, a start from the cache takes twice
-the time; a call costs 0.1 ms. (On a TPU all layers are one program.)"""
+from executor.step_programs import StepPrograms
 
 
 class _Drawn(NamedTuple):
@@ -64,7 +52,7 @@ class Handle:
 
 
 class Runner:
-    """Runs merged steps on one device.
+    """Runs merged steps on a mesh of devices.
 
     Per row it keeps, for every rank's `max_num_seqs` rows and one spare row per data shard, which padding uses:
 
@@ -83,54 +71,43 @@ class Runner:
     1 to 2.
     """
 
-    def __init__(
-        self, config: Config, model_dir: Path, progress: Progress, shards: int = 1, *, keep_scores: bool = False
-    ) -> None:
-        """Load the model and allocate everything. `shards` parts the ranks into data shards, all on one device.
+    def __init__(self, config: Config, model_dir: Path, progress: Progress, *, keep_scores: bool = False) -> None:
+        """Load the model and allocate everything.
 
         With `keep_scores` handles hold what `scores` needs: the logits of all that a step draws.
 
         Raises:
             ModelError: the model cannot be served.
-            ConfigError: the KV pool is too small for one sequence of `max_model_len`.
+            ConfigError: the KV pool is too small for one sequence of `max_model_len`, or the devices are too few.
         """
-        where = device.set_up(config.cache_path)
+        devices = device.set_up(config.cache_path)
+        mesh = meshes.make(config, devices)
         facts = model_files.read(model_dir)
-        dtype = device.dtype_of(config, where)
+        dtype = device.dtype_of(config, devices[0])
+        model = weights.load(facts, weights.outline(facts, dtype, mesh), progress)
+        kernels = StepPrograms.can_use_kernels(mesh, dtype) and library.load(config.cache_path)
+        if kernels:
+            products.pack_model(model)
+        memory_bytes = device.memory_for_sharing(mesh.devices.flatten().tolist())
+        self._steps = StepPrograms(config, facts, mesh, model, memory_bytes, kernels)
         self.block_size: int = config.block_size
-        self.max_model_len = _max_model_len(config, facts)
+        self.max_model_len = self._steps.max_model_len
         self.vocab_size = facts.vocab_size
         self._keep_scores = keep_scores
 
-        model = weights.load(facts, dtype, progress)
-        kernels = where.platform == "cpu" and dtype == jnp.float32 and library.load(config.cache_path)
-        if kernels:
-            products.pack_model(model)
-        functions, self._outer, layers = Model.take_apart(model)
-        block_shape = (self.block_size, 2 * facts.num_kv_heads, facts.head_dim)
-        block_bytes = facts.num_layers * math.prod(block_shape) * dtype.itemsize
-        self._kv_layout = KvLayout(config, self.max_model_len, block_bytes, device.memory_for_sharing(where), shards)
-        together = facts.num_layers if where.platform == "tpu" else _largest_divisor(facts.num_layers, MOST_LAYERS)
-        starts = range(0, facts.num_layers, together)
-        self._layers = [layers[start : start + together] for start in starts]
-        kv_shape = (shards, self._kv_layout.shard_blocks, *block_shape)
-        self._kv = [[jnp.zeros(kv_shape, dtype) for _ in range(together)] for _ in starts]
-
-        self._placement = Placement(shards, -(-config.ranks // shards), config.max_num_seqs)
-        rows = self._placement.rows
-        width = -(-(self.max_model_len + 1) // HISTORY_MULTIPLE) * HISTORY_MULTIPLE
-        self._history = jnp.zeros((shards, rows + 1, width), jnp.int32)
-        self._params = RowParams(*map(jnp.asarray, self._placement.blank_params()))
-        self._greedy = np.ones(shards * rows, np.bool_)
+        self._programs = self._steps.programs
+        self._placement = self._steps.placement
+        self._kv_layout = self._steps.kv_layout
+        self._outer, self._layers = self._steps.outer, self._steps.layers
+        self._kv, self._history = jax.tree.map(_zeros, (self._steps.kv, self._steps.history))
+        self._params = jax.tree.map(
+            lambda values, outline: jax.device_put(values, outline.sharding),
+            RowParams(*self._placement.blank_params()),
+            self._steps.params,
+        )
+        self._greedy = np.ones(mesh.shape[meshes.DATA] * self._placement.rows, np.bool_)
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraints] = {}
-
-        self._decode_sizes = sizes_up_to(rows)
-        most_tokens = self._placement.ranks_per_shard * config.max_num_batched_tokens
-        self._mixed_sizes = sizes_up_to(max(most_tokens, SMALLEST_MIXED), SMALLEST_MIXED)
-        self._programs = Programs()
-        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self._declare(functions, kernels and KernelAttention.takes(*heads, dtype))
 
     @property
     def num_blocks(self) -> int:
@@ -148,7 +125,7 @@ class Runner:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile all programs, or take them from the cache of an earlier start. After this no step compiles any."""
-        self._trace()
+        self._steps.trace()
         self._programs.compile_all(progress)
 
     def dispatch(self, step: MergedStep) -> Handle:
@@ -156,15 +133,15 @@ class Runner:
         self._set_up(step.setups)
         places = self._placement.place(step.rows)
         if step.num_tokens.max() == 1:
-            name, size = "decode", bucket(self._decode_sizes, places.most)
-            sequences = size
+            name, size = "decode", bucket(self._steps.decode_sizes, places.most)
         else:
-            name, size = "mixed", bucket(self._mixed_sizes, self._placement.most_tokens(step, places))
-            sequences = self._placement.rows
+            name, size = "mixed", bucket(self._steps.mixed_sizes, self._placement.most_tokens(step, places))
+        sequences = self._steps.sequences(name, size)
         batch = self._placement.pack_batch(step, places, sequences, self._kv_layout.most_blocks)
         x, shared = self._programs.run(f"{name} enter", size, self._outer, self._history, batch)
-        for place, layers in enumerate(self._layers):
-            ending, x, self._kv[place] = self._programs.run(f"{name} layers", size, layers, self._kv[place], x, shared)
+        for group, layers in enumerate(self._layers):
+            program = self._steps.layers_name(name, group)
+            ending, x, self._kv[group] = self._programs.run(program, size, layers, self._kv[group], x, shared)
         drawn = self._draw(step, places, ending) if step.samples.any() else None
         return Handle(step.rows.size, ending, drawn)
 
@@ -198,45 +175,6 @@ class Runner:
         noise = sampling.gumbel(self.vocab_size, ints[2:3], ints[3:4], jnp.array([end], jnp.int32))[0]
         return np.asarray(logits / temperature + noise)
 
-    # Programs
-
-    def _declare(self, model: Model, kernels: bool) -> None:
-        """Name all programs that steps can need, in all sizes; with attention in a kernel, or XLA's."""
-        add = self._programs.add
-        for name, sizes in (("decode", self._decode_sizes), ("mixed", self._mixed_sizes)):
-            attention = KernelAttention() if kernels else XlaAttention(self.block_size, one_each=name == "decode")
-            for size in sizes:
-                add(f"{name} enter", size, partial(model.enter, attention, size))
-                layers = partial(model.run_layers, attention, self._placement.rows)
-                add(f"{name} layers", size, layers, donate=(1, 2))
-        for size in self._decode_sizes:
-            add("head", size, model.head)
-            add("adjust", size, compute.adjust)
-            add("greedy", size, compute.greedy, donate=(1,))
-            add("draw", size, compute.draw, donate=(1,))
-            add("logprobs", size, compute.logprobs)
-        add("set up", SETUP_TOKENS, compute.set_up, donate=(0, 1))
-
-    def _trace(self) -> None:
-        """Trace what `_declare` named, with the shapes that steps will give."""
-        trace = self._programs.trace
-        shards = self._placement.shards
-        for name, sizes in (("decode", self._decode_sizes), ("mixed", self._mixed_sizes)):
-            for size in sizes:
-                sequences = size if name == "decode" else self._placement.rows
-                batch = _int32(shards, sequences, FIELDS + self._kv_layout.most_blocks)
-                x, shared = trace(f"{name} enter", size, self._outer, self._history, batch)
-                ending, *_ = trace(f"{name} layers", size, self._layers[0], self._kv[0], x, shared)
-        for size in self._decode_sizes:
-            picks = _int32(shards, size, 3)
-            logits = trace("head", size, self._outer, ending, picks)
-            adjustments = next(compose([[]] * shards, size, self.vocab_size))
-            trace("adjust", size, logits, self._history, self._params, picks, adjustments)
-            trace("greedy", size, logits, self._history, picks)
-            tokens, _ = trace("draw", size, logits, self._history, self._params, picks)
-            trace("logprobs", size, logits, tokens)
-        trace("set up", SETUP_TOKENS, self._history, self._params, *next(self._placement.setup_pieces([])))
-
     # A step
 
     def _set_up(self, setups: list[RowSetup]) -> None:
@@ -253,7 +191,7 @@ class Runner:
         """Draw for the sequences of a step that sample, `ending` being their last tokens' output."""
         indices, drawn = self._placement.draws(step, places)
         rows = step.rows[indices]
-        size = bucket(self._decode_sizes, drawn.most)
+        size = bucket(self._steps.draw_sizes, drawn.most)
         picks = self._placement.pack_picks(step, places, indices, drawn, size)
         logits = raw = self._programs.run("head", size, self._outer, ending, picks)
         for adjustments in self._adjustments(picks, rows, drawn, size):
@@ -317,16 +255,5 @@ def _keep(where: dict[int, Any], row: int, value: Any) -> None:
         where[row] = value
 
 
-def _max_model_len(config: Config, facts: ModelFacts) -> int:
-    wanted = config.max_model_len or facts.max_positions
-    if wanted > facts.max_positions:
-        raise ConfigError(f"max_model_len: {wanted} is not allowed; the model takes at most {facts.max_positions}")
-    return wanted
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return max(size for size in range(1, at_most + 1) if number % size == 0)
-
-
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _zeros(outline: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(outline.shape, outline.dtype, device=outline.sharding)

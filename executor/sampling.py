@@ -81,11 +81,22 @@ class Adjustments(NamedTuple):
 
 def greedy(logits: Array) -> Array:
     """The most likely tokens, int32 [n]; the smallest of equal ones, `NAN_TOKEN` where a logit is NaN."""
+    return lax.platform_dependent(logits, cpu=_greedy_in_passes, default=_greedy_in_one)
+
+
+def _greedy_in_passes(logits: Array) -> Array:
+    """Twenty times as fast on a CPU as argmax, whose reduction of pairs is not vectorised."""
     vocabulary = logits.shape[1]
     top = logits.max(axis=1, keepdims=True)
-    # Twenty times as fast on a CPU as argmax, whose reduction of pairs is not vectorised.
     tokens = jnp.where(logits == top, jnp.arange(vocabulary, dtype=jnp.int32), vocabulary).min(axis=1)
     return jnp.where(tokens == vocabulary, NAN_TOKEN, tokens)
+
+
+def _greedy_in_one(logits: Array) -> Array:
+    """Reads the logits once; the place of a NaN, if there is one, is argmax's answer."""
+    tokens = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    is_nan = jnp.isnan(jnp.take_along_axis(logits, tokens[:, None], axis=1))[:, 0]
+    return jnp.where(is_nan, NAN_TOKEN, tokens)
 
 
 def draw(logits: Array, params: RowParams, rows: Array, ends: Array) -> Array:

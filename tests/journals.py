@@ -47,6 +47,7 @@ def model(vocab_size: int) -> ModelFacts:
         chat=False,
         weight_files=(),
         fingerprint="fingerprint",
+        query_scale=1.0,
     )
 
 

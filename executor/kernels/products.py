@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from executor.shards import Array
 
@@ -39,19 +40,26 @@ def look_up(table: Array, rows: Array) -> Array:
 def pack_model(model: nnx.Module) -> None:
     """Pack, in place, the parameters that are used by the functions above: those named `kernel` and `embedding`.
 
-    Those of other types than float32, and those that do not fill whole panels, stay as they are.
+    The model is on one device. Those of other types than float32, and those that do not fill whole panels, stay as they
+    are.
     """
     packer = _Packer()
     for path, variable in list(nnx.iter_graph(model)):
         if not isinstance(variable, nnx.Param) or path[-1] not in ("kernel", "embedding"):
             continue
+        where = variable[...].sharding
         weight = np.asarray(variable[...])
         if path[-1] == "embedding":
             weight = weight.T
         if weight.ndim == 2 and weight.dtype == np.float32 and weight.shape[1] % PANEL == 0:
-            variable.set_value(packer.pack(weight))
+            variable.set_value(packer.pack(weight, _whole(where)))
         del weight
         _give_memory_back()
+
+
+def _whole(sharding: Sharding) -> Sharding:
+    """On the same device, for an array of other axes."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 class _Packer:
@@ -63,12 +71,12 @@ class _Packer:
         self._slab: Any = None
         self._used = 0
 
-    def pack(self, weight: np.ndarray) -> Array:
+    def pack(self, weight: np.ndarray, sharding: Sharding) -> Array:
         """From [depth, width] to [width / PANEL, depth, PANEL], as `rankbus_product` takes it."""
         depth, width = weight.shape
         packed = self._room(weight.size * 4).reshape(width // PANEL, depth, PANEL)
         packed[...] = weight.reshape(depth, -1, PANEL).transpose(1, 0, 2)
-        return jax.device_put(packed, may_alias=True)
+        return jax.device_put(packed, sharding, may_alias=True)
 
     def _room(self, size: int) -> np.ndarray:
         if self._slab is None or self._used + size > len(self._slab):

@@ -1,81 +1,164 @@
-"""Layers that the models are made of. Activations are [shards, tokens, …] throughout."""
+"""Layers that the models are made of.
+
+They run within `shard_map`, each device on its part: activations are [1, tokens, …], the tokens of the device's data
+shard, the same on all devices of the shard. Parameters are declared whole, each with how it is parted, and are the
+device's part when a layer runs.
+"""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from bus.model_files import ModelError, Rope
-from executor.attention import Attention, Plan
+from bus.model_files import ModelError, ModelFacts, Rope
+from executor.attention import Attention, Plan, View
 from executor.kernels import products
+from executor.mesh import MODEL
+from executor.models import parts
+from executor.models.parts import Parting
 from executor.shards import Array
+
+Rotation = tuple[Array, Array]
+"""Cosine and sine; see `rotation_of`."""
+
+
+class Build(NamedTuple):
+    """What models are made for: the type of their weights, and the sizes of the mesh."""
+
+    dtype: Any
+    data: int
+    model: int
+
+
+def parameter(shape: tuple[int, ...], dtype: Any, parting: Parting | None = None) -> nnx.Param:
+    """A parameter that has `shape` in the file (transposed, if it is a kernel), and its parts' sizes on the mesh."""
+    if parting is not None:
+        shape = (*shape[: parting.axis], parting.size, *shape[parting.axis + 1 :])
+    return nnx.Param(jnp.zeros(shape, dtype), parting=parting)
 
 
 class RMSNorm(nnx.Module):
-    """Scales the last axis by its root mean square, computed in float32, and by a learned vector."""
+    """Scales the last axis by its root mean square, computed in float32, and by a learned vector.
 
-    def __init__(self, size: int, epsilon: float, dtype: Any) -> None:
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.epsilon = epsilon
+    With `offset` the vector is what is learned plus that, and is applied in float32, too.
+    """
+
+    def __init__(self, size: int, epsilon: float, dtype: Any, offset: float = 0.0) -> None:
+        self.scale = parameter((size,), dtype)
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        if self.offset:
+            return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.scale[...]
 
 
-class GatedMlp(nnx.Module):
-    """down(silu(gate(x)) × up(x))."""
+class Linear(nnx.Module):
+    """x W, or x W + b, with W [inputs, outputs].
 
-    def __init__(self, hidden: int, inner: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.gate_proj = linear(hidden, inner, dtype, rngs)
-        self.up_proj = linear(hidden, inner, dtype, rngs)
-        self.down_proj = linear(inner, hidden, dtype, rngs)
+    Parted by its outputs (axis 1), each device has some of them; parted by its inputs (axis 0), each has some of those,
+    and all get the sum.
+    """
+
+    def __init__(self, inputs: int, outputs: int, dtype: Any, parting: Parting | None, bias: bool = False) -> None:
+        self.kernel = parameter((inputs, outputs), dtype, parting)
+        self.sums = parting is not None and parting.axis == 0
+        assert not (bias and self.sums), "every device would add it"
+        self.bias = parameter((outputs,), dtype, parting and parting.along(0)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        x = products.matmul(x, self.kernel[...])
+        if self.sums:
+            x = lax.psum(x, MODEL)
+        return x if self.bias is None else x + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A vector per token; each device has those of a part of the vocabulary."""
+
+    def __init__(self, vocabulary: int, hidden: int, build: Build) -> None:
+        self.embedding = parameter((vocabulary, hidden), build.dtype, parts.evenly(vocabulary, build.model, 0))
+
+    def __call__(self, tokens: Array) -> Array:
+        table = self.embedding[...]
+        if lax.axis_size(MODEL) == 1:
+            return products.look_up(table, tokens)
+        mine = tokens - lax.axis_index(MODEL) * table.shape[0]
+        here = (mine >= 0) & (mine < table.shape[0])
+        found = table[jnp.clip(mine, 0, table.shape[0] - 1)]
+        return lax.psum(jnp.where(here[..., None], found, 0), MODEL)
+
+    def scores(self, x: Array) -> Array:
+        """The products of `x` with the device's part of the vectors: what a tied head does."""
+        return products.scores(x, self.embedding[...])
+
+
+class GatedMlp(nnx.Module):
+    """down(act(gate(x)) × up(x))."""
+
+    def __init__(self, facts: ModelFacts, build: Build) -> None:
+        hidden, inner = facts.hidden_size, facts.intermediate_size
+        columns = parts.evenly(inner, build.model, 1)
+        self.gate_proj = Linear(hidden, inner, build.dtype, columns)
+        self.up_proj = Linear(hidden, inner, build.dtype, columns)
+        self.down_proj = Linear(inner, hidden, build.dtype, columns.along(0))
+        self.activation = facts.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
+
+
+def activate(name: str, x: Array) -> Array:
+    """The activation that config.json calls `name`."""
+    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention with rotary positions over the paged KV cache."""
+    """Grouped-query attention with rotary positions over the paged KV cache, in the layer numbered `index`.
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.q_proj = linear(hidden, heads * head_dim, dtype, rngs)
-        self.k_proj = linear(hidden, kv_heads * head_dim, dtype, rngs)
-        self.v_proj = linear(hidden, kv_heads * head_dim, dtype, rngs)
-        self.o_proj = linear(heads * head_dim, hidden, dtype, rngs)
+    With biases on query, key and value, with norms on each head's query and key, with a sliding window and with a soft
+    cap, if the model has them.
+    """
+
+    def __init__(self, facts: ModelFacts, index: int, build: Build) -> None:
+        hidden, head_dim, dtype = facts.hidden_size, facts.head_dim, build.dtype
+        heads = parts.heads(facts.num_heads, facts.num_kv_heads, head_dim, build.model)
+        queries, keys = facts.num_heads * head_dim, facts.num_kv_heads * head_dim
+        self.q_proj = Linear(hidden, queries, dtype, heads.queries, facts.attention_bias)
+        self.k_proj = Linear(hidden, keys, dtype, heads.keys, facts.attention_bias)
+        self.v_proj = Linear(hidden, keys, dtype, heads.keys, facts.attention_bias)
+        self.o_proj = Linear(queries, hidden, dtype, heads.queries.along(0))
+        self.q_norm = RMSNorm(head_dim, facts.rms_norm_eps, dtype) if facts.head_norms else None
+        self.k_norm = RMSNorm(head_dim, facts.rms_norm_eps, dtype) if facts.head_norms else None
         self.head_dim = head_dim
+        self.view = View(facts.query_scale, facts.window_of(index), facts.attention_soft_cap)
 
     def __call__(
-        self, x: Array, rotation: tuple[Array, Array], kv: Array, attention: Attention, plan: Plan
+        self, x: Array, rotation: Rotation, kv: Array, attention: Attention, plan: Plan
     ) -> tuple[Array, Array]:
         """Returns the output and the layer's KV cache with this step's tokens in it."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        out, kv = attention(rotate(q, rotation), rotate(k, rotation), v, kv, plan)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, kv = attention(rotate(q, rotation), rotate(k, rotation), v, kv, plan, self.view)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), kv
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
-def linear(inputs: int, outputs: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-    """x W with W [inputs, outputs], no bias."""
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs, dot_general=_product)
-
-
-def _product(x: Array, weight: Array, *_: Any, **__: Any) -> Array:
-    return products.matmul(x, weight)
-
-
-def rotation_of(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+def rotation_of(positions: Array, frequencies: Array) -> Rotation:
     """Cosine and sine, float32 [shards, tokens, 1, head_dim / 2], by which heads at `positions` are rotated."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+def rotate(x: Array, rotation: Rotation) -> Array:
     """Rotate the pairs (i, i + head_dim / 2) of every head in `x` [shards, tokens, heads, head_dim]."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -38,9 +38,10 @@ def test_the_generation_config_names_more_stop_tokens(tmp_path: Path) -> None:
     assert model_files.read(folder).eos_token_ids == (2, 5)
 
 
-def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+def test_a_sliding_window_is_each_layers(tmp_path: Path) -> None:
     folder = models.write_folder(tmp_path / "tiny", architectures=["MistralForCausalLM"], sliding_window=64)
-    assert model_files.read(folder).max_positions == 64
+    facts = model_files.read(folder)
+    assert (facts.windows, facts.max_positions) == ((64, 64), 1024)
 
 
 @pytest.mark.parametrize(

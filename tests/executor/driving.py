@@ -30,11 +30,11 @@ class _Row:
 class Driver:
     """Runs steps over rows whose blocks are dealt out at random."""
 
-    def __init__(self, model: Path, cache: Path, shards: int = 1, **settings: Any) -> None:
+    def __init__(self, model: Path, cache: Path, **settings: Any) -> None:
         defaults: dict[str, Any] = {"ranks": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 8}
         defaults |= {"max_model_len": 256, "num_blocks": 200, "cache_dir": str(cache)}
         self.config = Config(**defaults | settings)
-        self.runner = Runner(self.config, model, lambda *_: None, shards, keep_scores=True)
+        self.runner = Runner(self.config, model, lambda *_: None, keep_scores=True)
         self.rows: dict[Where, _Row] = {}
         self.logprobs: dict[Where, tuple[np.ndarray, np.ndarray, int]] = {}
         self._setups: list[RowSetup] = []

@@ -153,18 +153,6 @@ def test_a_step_can_be_sent_before_the_one_it_builds_on_is_done(driver: Driver) 
     assert [driver.take(step)[(1, 0)] for step in sent] == expected
 
 
-def test_shards_part_the_ranks_and_change_nothing(driver: Driver, tiny_model: Path, engine_cache: Path) -> None:
-    parted = Driver(tiny_model, engine_cache, shards=2)
-    found = []
-    for each in (driver, parted):
-        for rank in range(2):
-            each.start((rank, rank), prompt_of(20 + rank, seed=rank))
-        outputs = [each.step({(0, 0): 20, (1, 1): 10}), each.step({(0, 0): 1, (1, 1): 11})]
-        outputs += [each.step({(0, 0): 1, (1, 1): 1}) for _ in range(3)]
-        found.append(outputs)
-    assert found[0] == found[1]
-
-
 def test_padding_touches_no_row(driver: Driver) -> None:
     """In steps of all sizes, with some of the rows and with all of them, none but a step's own rows changes."""
     rows = [(rank, row) for rank in range(2) for row in range(4)]

@@ -156,9 +156,9 @@ def test_ranks_have_blocks_of_their_own_and_none_the_spare_one() -> None:
 
 def test_the_memory_to_share_is_the_same_at_each_start() -> None:
     cpu = jax.devices("cpu")[0]
-    before = device.memory_for_sharing(cpu)
+    before = device.memory_for_sharing([cpu])
     taken = np.ones(2**26, np.uint8)  # what is free now is less by as much
-    assert device.memory_for_sharing(cpu) == before
+    assert device.memory_for_sharing([cpu]) == before
     assert taken.nbytes < before <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
 
 

@@ -1,0 +1,87 @@
+"""The mesh of devices, ("data", "model"): ranks are spread over its data axis, each weight over its model axis.
+
+Programs run on it under `shard_map`: each device works on its part of every array, and what they exchange is written
+down where it happens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bus.config import Config, ConfigError
+
+DATA, MODEL = "data", "model"
+
+BY_SHARD = PartitionSpec(DATA)
+"""Of arrays with a leading axis of data shards: the same on all devices of a shard."""
+
+BY_LINE = PartitionSpec(DATA, MODEL)
+"""Of arrays whose second axis is dealt out to the devices of a shard."""
+
+WHOLE = PartitionSpec()
+"""Of arrays that every device has."""
+
+
+def make(config: Config, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh that `config` asks for, of the first of `devices`.
+
+    Raises:
+        ConfigError: there are too few devices, or too few ranks.
+    """
+    data, model = shape(config, len(devices))
+    return of(devices[: data * model], data, model)
+
+
+def shape(config: Config, devices: int) -> tuple[int, int]:
+    """The sizes of the data axis and the model axis, on at most so many devices; see `make`."""
+    model = config.tensor_parallel
+    if model > devices:
+        raise ConfigError(f"tensor_parallel: {model} is not allowed; there are {devices} devices")
+    data = config.data_shards or _filled(config.ranks, min(config.ranks, devices // model))
+    if data * model > devices:
+        raise ConfigError(
+            f"data_shards: {data} shards of {model} devices each (tensor_parallel) are not allowed; there are "
+            f"{devices} devices"
+        )
+    if _filled(config.ranks, data) != data:
+        raise ConfigError(
+            f"data_shards: {data} is not allowed; {config.ranks} ranks, as many on each shard, leave a shard without "
+            f"any: it must be at most {_filled(config.ranks, min(data, config.ranks))}"
+        )
+    return data, model
+
+
+def of(devices: Sequence[jax.Device], data: int, model: int) -> Mesh:
+    """A mesh of exactly these devices, laid out so that neighbours on the model axis are near each other."""
+    return Mesh(mesh_utils.create_device_mesh((data, model), devices), (DATA, MODEL))
+
+
+def sharded(mesh: Mesh, specs: Any) -> Any:
+    """`specs`, a pytree of partition specs, as shardings on `mesh`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def spec_of(tree: Any) -> Any:
+    """The partition specs of arrays, or of shapes with shardings."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def jit(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
+    """`function`, which works on a device's parts, as a jitted function of whole arrays."""
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(
+        mapped,
+        in_shardings=sharded(mesh, in_specs),
+        out_shardings=sharded(mesh, out_specs),
+        donate_argnums=tuple(donate),
+    )
+
+
+def _filled(ranks: int, shards: int) -> int:
+    """Of `shards` how many get a rank, when each takes as many as the first."""
+    return -(-ranks // -(-ranks // shards))

@@ -1,0 +1,205 @@
+"""The programs that steps are made of, and the shapes and places of all that they take.
+
+What is here follows from the configuration, the model's outline and the mesh: a machine without the mesh's devices can
+compile the programs, and read from them what a step costs.
+"""
+
+import math
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bus.config import Config, ConfigError
+from bus.model_files import ModelFacts
+from executor import compute
+from executor import mesh as meshes
+from executor.attention import Attention, XlaAttention
+from executor.attention_cpu import KernelAttention
+from executor.attention_tpu import TpuAttention
+from executor.compute import FIELDS, Model
+from executor.constraints import compose
+from executor.kv_layout import KvLayout
+from executor.mesh import BY_LINE, BY_SHARD, DATA, MODEL
+from executor.models import parts
+from executor.placement import SETUP_TOKENS, Placement
+from executor.programs import Programs, sizes_up_to
+from executor.sampling import HISTORY_MULTIPLE, Adjustments, RowParams
+
+SMALLEST_MIXED = 16
+"""Tokens of the smallest program for steps in which a sequence has more than one token."""
+
+MOST_LAYERS = {"cpu": 3, "tpu": 4}
+"""Layers in one program, at most. On a CPU, with all 30 of the embedded model in one, a start from the cache takes
+twice the time, and a call costs 0.1 ms. A TPU's compiler takes seconds for each layer, at each of a dozen sizes; and
+while it works on one program it has the next one already."""
+
+KV = PartitionSpec(DATA, None, None, MODEL)
+"""Of a layer's KV cache [shards, blocks, block_size, heads of all the shard's devices, head_dim]."""
+
+Shape: TypeAlias = jax.ShapeDtypeStruct
+
+
+class StepPrograms:
+    """Programs by name and size, and outlines of the arrays that live as long as the runner.
+
+    | outline   | shape                                                                        |
+    |-----------|------------------------------------------------------------------------------|
+    | `kv`      | for each group of layers that is one program, the KV cache of each            |
+    | `history` | int32 [shards, rows + 1, positions], the rows' tokens                         |
+    | `params`  | `RowParams`, [shards, rows + 1, …]                                            |
+    """
+
+    @staticmethod
+    def can_use_kernels(mesh: Mesh, dtype: Any) -> bool:
+        """Whether this is what the CPU's kernels are for: one device, and float32."""
+        return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and dtype == jnp.float32
+
+    def __init__(
+        self, config: Config, facts: ModelFacts, mesh: Mesh, model: Any, memory_bytes: int, kernels: bool = False
+    ) -> None:
+        """Declare all programs. `model`, with its parameters or in outline, is used up.
+
+        `memory_bytes` is the memory of all the mesh's devices together of which the KV pool gets its part. `kernels`
+        says that the CPU's kernels are loaded, and attention may use them.
+
+        Raises:
+            ConfigError: the context is longer than the model's, or the KV pool too small for it.
+        """
+        self.mesh = mesh
+        self.max_model_len = _max_model_len(config, facts)
+        self.vocab_size = facts.vocab_size
+        self.block_size: int = config.block_size
+        shards, devices = mesh.shape[DATA], mesh.shape[MODEL]
+        self.platform: str = mesh.devices.flat[0].platform
+
+        self.model, self.outer, layers = Model.take_apart(model)
+        dtype = self.outer[0].dtype
+        heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        self._kernels = kernels and KernelAttention.takes(*heads, dtype)
+        together = _largest_divisor(facts.num_layers, MOST_LAYERS[self.platform])
+        starts = range(0, facts.num_layers, together)
+        self.layers = [layers[start : start + together] for start in starts]
+        self._kinds = [self.model.layers[start : start + together] for start in starts]
+        self._first_like = [self._kinds.index(kinds) for kinds in self._kinds]
+        self.first_groups = sorted(set(self._first_like))
+        """The groups of layers of which each has a program of its own; others share one of these."""
+
+        kv_heads = parts.heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, devices).keys.size
+        kv_heads //= facts.head_dim * devices
+        pairs, width = self.attention("decode").cache_shape(kv_heads, facts.head_dim)
+        block = (self.block_size, pairs * devices, width)
+        self.block_bytes = facts.num_layers * math.prod(block) * dtype.itemsize
+        """Of a block, all layers, on all devices of its shard."""
+        self.kv_layout = KvLayout(config, self.max_model_len, self.block_bytes, memory_bytes, shards)
+        cache = self._shape((shards, self.kv_layout.shard_blocks, *block), dtype, KV)
+        self.kv = [[cache] * together for _ in starts]
+
+        self.placement = Placement(shards, -(-config.ranks // shards), config.max_num_seqs)
+        rows = self.placement.rows
+        positions = -(-(self.max_model_len + 1) // HISTORY_MULTIPLE) * HISTORY_MULTIPLE
+        self.history = self._shape((shards, rows + 1, positions), jnp.int32, BY_SHARD)
+        blank = RowParams(*self.placement.blank_params())
+        self.params = jax.tree.map(lambda x: self._shape(x.shape, x.dtype, BY_SHARD), blank)
+
+        self.decode_sizes = sizes_up_to(rows)
+        self.draw_sizes = sizes_up_to(-(-rows // devices) * devices, devices)
+        """Lines of logits: all devices of a shard get as many."""
+        most_tokens = self.placement.ranks_per_shard * config.max_num_batched_tokens
+        self.mixed_sizes = sizes_up_to(max(most_tokens, SMALLEST_MIXED), SMALLEST_MIXED)
+        self.programs = Programs(mesh)
+        self._declare()
+
+    def attention(self, name: str) -> Attention:
+        """How steps of a kind (decode, mixed) attend."""
+        if self.platform == "tpu":
+            return TpuAttention(self.block_size, one_each=name == "decode")
+        return KernelAttention() if self._kernels else XlaAttention(self.block_size, one_each=name == "decode")
+
+    def layers_name(self, name: str, group: int) -> str:
+        """The program that runs a group of layers in steps of that name; groups of like layers share one."""
+        first = self._first_like[group]
+        return f"{name} layers {first}" if first else f"{name} layers"
+
+    def sequences(self, name: str, size: int) -> int:
+        """Places for sequences, on each shard, in a batch of the program of that size."""
+        return size if name == "decode" else self.placement.rows
+
+    def trace(self) -> None:
+        """Trace all programs, with the shapes that steps will give."""
+        for name, sizes in (("decode", self.decode_sizes), ("mixed", self.mixed_sizes)):
+            for size in sizes:
+                ending = self.trace_step(name, size)
+        for size in self.draw_sizes:
+            self.trace_drawing(size, ending)
+        setup = (self.history, self.params, *next(self.placement.setup_pieces([])))
+        self.programs.trace("set up", SETUP_TOKENS, *setup)
+
+    def trace_step(self, name: str, size: int) -> Any:
+        """Trace the programs of a step up to the last layer, and return the shape of what the head takes."""
+        trace = self.programs.trace
+        batch = _int32(self.placement.shards, self.sequences(name, size), FIELDS + self.kv_layout.most_blocks)
+        x, shared = trace(f"{name} enter", size, self.outer, self.history, batch)
+        for group in self.first_groups:
+            program = self.layers_name(name, group)
+            ending, *_ = trace(program, size, self.layers[group], self.kv[group], x, shared)
+        return ending
+
+    def trace_drawing(self, size: int, ending: Any) -> None:
+        """Trace the programs that draw tokens for `size` sequences of each shard."""
+        trace = self.programs.trace
+        shards = self.placement.shards
+        picks = _int32(shards, size, 3)
+        logits = trace("head", size, self.outer, ending, picks)
+        trace("adjust", size, logits, self.history, self.params, picks, self.adjustments(size))
+        trace("greedy", size, logits, self.history, picks)
+        tokens, _ = trace("draw", size, logits, self.history, self.params, picks)
+        trace("logprobs", size, logits, tokens)
+
+    def adjustments(self, size: int) -> Adjustments:
+        """What `adjust` takes when nothing is asked for."""
+        return next(compose([[]] * self.placement.shards, size, self.vocab_size))
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Shape:
+        return Shape(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _declare(self) -> None:
+        """Name all programs that steps can need, in all sizes."""
+        add = self.programs.add
+        outer = meshes.spec_of(self.outer)
+        for name, sizes in (("decode", self.decode_sizes), ("mixed", self.mixed_sizes)):
+            attention = self.attention(name)
+            for size in sizes:
+                enter = partial(self.model.enter, attention, size)
+                add(f"{name} enter", size, enter, (outer, BY_SHARD, BY_SHARD), BY_SHARD)
+                for group in self.first_groups:
+                    run = partial(self.model.run_layers, attention, self.placement.rows, self._kinds[group])
+                    given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD)
+                    taken = (BY_SHARD, BY_SHARD, KV)
+                    add(self.layers_name(name, group), size, run, given, taken, donate=(1, 2))
+        drawing = (BY_LINE, BY_SHARD, BY_SHARD, BY_SHARD)
+        for size in self.draw_sizes:
+            add("head", size, self.model.head, (outer, BY_SHARD, BY_SHARD), BY_LINE)
+            add("adjust", size, compute.adjust, (*drawing, BY_SHARD), BY_LINE)
+            add("greedy", size, compute.greedy, (BY_LINE, BY_SHARD, BY_SHARD), BY_SHARD, donate=(1,))
+            add("draw", size, compute.draw, drawing, BY_SHARD, donate=(1,))
+            add("logprobs", size, compute.logprobs, (BY_LINE, BY_SHARD), BY_LINE)
+        setup = (BY_SHARD,) * 6
+        add("set up", SETUP_TOKENS, compute.set_up, setup, BY_SHARD, donate=(0, 1))
+
+
+def _max_model_len(config: Config, facts: ModelFacts) -> int:
+    wanted = config.max_model_len or facts.max_positions
+    if wanted > facts.max_positions:
+        raise ConfigError(f"max_model_len: {wanted} is not allowed; the model takes at most {facts.max_positions}")
+    return wanted
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(size for size in range(1, at_most + 1) if number % size == 0)
+
+
+def _int32(*shape: int) -> Shape:
+    return Shape(shape, jnp.int32)

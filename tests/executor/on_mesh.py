@@ -1,0 +1,101 @@
+"""Run models on meshes of 8 virtual CPU devices, with 8 ranks, and print what they gave: a process of its own.
+
+``python -m tests.executor.on_mesh CACHE OUT FOLDER=DATAxMODEL[,DATAxMODEL …] …`` writes OUT, an .npz file with an array
+for each scene, named folder's name/DATAxMODEL/scene. `asking` is played with the first folder only.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bus.messages import Sampling
+
+if TYPE_CHECKING:
+    from tests.executor.driving import Driver
+
+RANKS = 8
+TOKENS = 6
+PROMPTS = {(rank, rank % 2): 3 + 9 * rank for rank in range(RANKS)}
+"""Length of the prompt in each row that runs."""
+
+SHOWN_ROWS = ((2, 0), (7, 1))
+
+SETTINGS: dict[str, Any] = {
+    "ranks": RANKS,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 48,
+    "num_blocks": RANKS * 32,
+}
+
+SHOWN = Sampling(seed=0, max_tokens=1, temperature=0.0, logprobs=-1)
+
+ASKING = {
+    (0, 0): Sampling(seed=1, max_tokens=9, temperature=0.9, top_p=0.9, min_p=0.01, top_k=50),
+    (1, 0): Sampling(seed=2, max_tokens=9, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
+    (1, 1): Sampling(seed=3, max_tokens=9, temperature=0.0, allowed_token_ids=[5, 77, 201]),
+    (3, 1): Sampling(seed=4, max_tokens=9, logit_bias={5: 50.0}, bad_words_token_ids=[[5, 5]]),
+    (6, 0): Sampling(seed=5, max_tokens=9, min_tokens=4, eos_token_id=2, logprobs=3),
+    (7, 1): Sampling(seed=6, max_tokens=9, temperature=0.5, logprobs=2),
+}
+"""Rows that ask for all that sampling can do."""
+
+
+def prompt_of(where: tuple[int, int], length: int) -> list[int]:
+    return np.random.default_rng(where).integers(3, 259, length).tolist()
+
+
+def greedy(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
+    """Tokens [ranks, TOKENS] of rows that prefill in chunks, side by side with others that decode already."""
+    outputs: dict[tuple[int, int], list[int]] = {where: [] for where in PROMPTS}
+    for where, length in PROMPTS.items():
+        driver.start(where, prompt_of(where, length))
+    while True:
+        step = {w: min(driver.left(w), 7 + w[0]) for w in PROMPTS if len(outputs[w]) < TOKENS}
+        if not step:
+            break
+        for where, token in driver.step(step).items():
+            outputs[where] += [token] if token != -1 else []
+    yield "greedy", np.array(list(outputs.values()))
+
+
+def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
+    """Log-probabilities [2, vocabulary] after two of the prompts."""
+    found = []
+    for where in SHOWN_ROWS:
+        driver.start(where, prompt_of(where, PROMPTS[where]), SHOWN)
+        found.append(driver.logits(where, 48))
+    yield "logits", np.stack(found)
+
+
+def asking(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
+    """Tokens [rows, TOKENS] that rows of all kinds draw, and the log-probabilities that were asked for last."""
+    for where, sampling in ASKING.items():
+        driver.start(where, prompt_of(where, 20), sampling)
+    tokens = [driver.step(dict.fromkeys(ASKING, 20))]
+    tokens += [driver.step(dict.fromkeys(ASKING, 1)) for _ in range(TOKENS - 1)]
+    yield "asking", np.array([[step[where] for where in ASKING] for step in tokens]).T
+    yield "logprobs", np.concatenate([driver.logprobs[where][1] for where in ((6, 0), (7, 1))])
+
+
+def main(cache: Path, out: Path, wanted: list[str]) -> None:
+    found: dict[str, np.ndarray] = {}
+    for item in wanted:
+        folder, _, meshes = item.partition("=")
+        for mesh in meshes.split(","):
+            data, model = map(int, mesh.split("x"))
+            driver = Driver(Path(folder), cache, data_shards=data, tensor_parallel=model, **SETTINGS)
+            scenes = (greedy, logits, asking) if item is wanted[0] else (greedy, logits)
+            for scene in scenes:
+                found |= {f"{Path(folder).name}/{mesh}/{name}": array for name, array in scene(driver)}
+    np.savez(out, **found)
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    from tests.executor.driving import Driver
+
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

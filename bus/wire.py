@@ -121,6 +121,11 @@ def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
     return np.frombuffer(view, dtype="<i4")
 
 
+def all_below(values: npt.NDArray[np.int32], limit: int) -> bool:
+    """Whether all of `values` [n] are from 0 to `limit` - 1."""
+    return int(np.count_nonzero(values.view(np.uint32) < limit)) == values.size
+
+
 def pack_floats(values: Iterable[float] | npt.NDArray[Any]) -> Floats:
     """Floats as they travel."""
     array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype="<f4")

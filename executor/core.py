@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
@@ -112,7 +113,7 @@ class ExecutorCore:
         self._window_s = config.batching_window_ms / 1000
         self._counters = Counters()
         self._bus_counters: dict[str, float] = {}
-        rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size, limits.first_blocks)
+        rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size)
         self._merger = Merger(rows, limits)
         self._ranks: list[_Rank | None] = [None] * config.ranks
         self._frontends: dict[int, Peer] = {}
@@ -246,30 +247,41 @@ class ExecutorCore:
 
     def _run(self, present: list[_Rank]) -> list[Effect]:
         """Make a step of the first schedule of each rank in `present`."""
+        schedules = [rank.pending.popleft() for rank in present]
         effects: list[Effect] = []
-        owners: list[_Rank] = []
-        parts: list[Part] = []
-        for rank in present:
-            schedule = rank.pending.popleft()
-            try:
-                part = self._merger.apply(rank.peer.index, schedule)
-            except Refused as refused:
-                effects += self._refuse(rank, [schedule], str(refused))
-                continue
+        merged = self._merger.again([rank.peer.index for rank in present], schedules)
+        if merged is None:
+            owners, parts, effects = self._apply(present, schedules)
+            if not parts:
+                return effects
+            merged = parts, self._merger.merge(parts)
+        else:
+            owners = present
+        parts, step = merged
+        for rank in owners:
             rank.in_flight += 1
-            owners.append(rank)
-            parts.append(part)
-        if not parts:
-            return effects
-        step = self._merger.merge(parts)
         self._last_number += 1
         self._in_flight.append(_InFlight(self._last_number, owners, parts))
         self._counters.add("executor_steps")
         self._counters.add("executor_schedules", len(parts))
         self._counters.add("executor_sequences", step.rows.size)
-        self._counters.add("executor_tokens", int(step.num_tokens.sum()))
+        self._counters.add("executor_tokens", int(np.add.reduce(step.num_tokens)))
         waited_for, self._waited_for = list(self._waited_for), {}
         return [*effects, RunStep(self._last_number, step, [(part.rank, part.step) for part in parts], waited_for)]
+
+    def _apply(
+        self, present: list[_Rank], schedules: list[PartialSchedule]
+    ) -> tuple[list[_Rank], list[Part], list[Effect]]:
+        """The ranks whose schedules can be run, their parts, and what the others are told."""
+        owners, parts, effects = [], [], []
+        for rank, schedule in zip(present, schedules, strict=True):
+            try:
+                parts.append(self._merger.apply(rank.peer.index, schedule))
+            except Refused as refused:
+                effects += self._refuse(rank, [schedule], str(refused))
+            else:
+                owners.append(rank)
+        return owners, parts, effects
 
     def _refuse(self, rank: _Rank, schedules: list[PartialSchedule], sentence: str) -> list[Effect]:
         """Answer schedules that are not run. What the rank thinks its rows are is no longer so: they are void."""
@@ -298,8 +310,8 @@ class ExecutorCore:
             effects.append(Send(rank.peer, result))
             if rank.more and not rank.pending:
                 rank.awaited, rank.awaited_since, rank.work_left = True, math.inf, self._last_number
-        self._counters.add("executor_sampled_tokens", int((done.sampled.tokens >= 0).sum()))
-        self._counters.add("executor_nan_rows", int((done.sampled.tokens == -2).sum()))
+        self._counters.add("executor_sampled_tokens", int(np.count_nonzero(done.sampled.tokens >= 0)))
+        self._counters.add("executor_nan_rows", int(np.count_nonzero(done.sampled.tokens == -2)))
         self._counters.add("executor_dispatch_seconds", done.dispatch_s)
         self._counters.add("executor_device_seconds", done.device_s)
         return effects

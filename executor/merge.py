@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from itertools import accumulate
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from bus.messages import ContinueRow, Ints, NewRow, PartialSchedule, ResumeRow
 from bus.sampling import fault_of
-from bus.wire import unpack_ints
+from bus.wire import all_below, unpack_ints
 from executor.rows import Rows
 from executor.step import Int32, MergedStep, RowSetup
+
+_ONE = np.int32(1)
+_NONE: Int32 = np.empty(0, np.int32)
+
+_MOST_STEADY = 8
+"""So many sets of ranks that run again are remembered, for the case that ranks run in turns."""
 
 
 class Refused(Exception):
@@ -37,7 +44,8 @@ class Limits:
 class Part:
     """A schedule that was applied to the rows: one rank's share of a merged step.
 
-    `rows` [n] are global; `ends` [n] is the position after each sequence's last token of the step.
+    `rows` [n] are global; `ends` [n] is the position after each sequence's last token of the step. `again` says that
+    they are the rows of the rank's part before, one token each.
     """
 
     rank: int
@@ -47,34 +55,37 @@ class Part:
     ends: Int32
     num_tokens: Int32
     samples: npt.NDArray[np.bool_]
+    again: bool = False
+
+
+class _Begun(NamedTuple):
+    """Blocks that rows begin: each row and block in the merged step's numbers, and how many the row has then.
+
+    int32 [m] all; `room` is as in `_Steady`.
+    """
+
+    rows: Int32
+    blocks: Int32
+    num_blocks: Int32
+    room: Int32
 
 
 @dataclass(slots=True)
 class _Steady:
-    """Rows of a rank that run again and again, one token each, all drawing one.
+    """Ranks whose rows run again and again, one token each, all drawing one.
 
-    `rows`, `ones` and `samples` [n] stay the same objects; `ends` [n] is as in `Part`, `longest` its largest. `room`
-    [n] is how many positions each row's blocks have. `places` [rows of the rank] says where a row is in these, or -1.
+    `parts` are those of the last step, `step` is what it was merged to, and `first` where each part begins in it.
+    `ends` [n] is the position after each sequence's token, `longest` the largest of them, `room` [n] how many positions
+    there are in each row's blocks, and `places` [global rows] where a row is in these, or -1.
     """
 
-    rows: Int32
-    ones: Int32
-    samples: npt.NDArray[np.bool_]
+    parts: list[Part]
+    step: MergedStep
+    first: list[int]
     ends: Int32
     longest: int
     room: Int32
     places: Int32
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """What parts of the same rows as before have in common when they are put together."""
-
-    parts: list[Part]
-    ranks: Int32
-    rows: Int32
-    num_tokens: Int32
-    samples: npt.NDArray[np.bool_]
 
 
 class Merger:
@@ -83,16 +94,16 @@ class Merger:
     def __init__(self, rows: Rows, limits: Limits) -> None:
         self._rows = rows
         self._limits = limits
+        self._blocks_of_rank = np.array(limits.blocks_of_rank, np.uint32)
+        self._first_blocks = np.array(limits.first_blocks or [0] * len(limits.blocks_of_rank), np.int32)
         self._last: dict[int, Part] = {}
         """What each rank ran last."""
-        self._steady: dict[int, _Steady] = {}
-        """By rank, of those that run the same rows again."""
-        self._joined: _Joined | None = None
+        self._steady: dict[tuple[int, ...], _Steady] = {}
+        """By the ranks that took part in a step."""
 
     def void(self, rank: int) -> None:
         """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""
         self._last.pop(rank, None)
-        self._steady.pop(rank, None)
         self._rows.void(rank)
 
     def apply(self, rank: int, schedule: PartialSchedule) -> Part:
@@ -103,11 +114,9 @@ class Merger:
                 then: it has to set up again what it still wants to run.
         """
         try:
-            if schedule.again:
-                return self._run_again(rank, schedule)
-            self._steady.pop(rank, None)
             setups = self._set_up(rank, schedule)
-            self._append_blocks(rank, schedule)
+            if schedule.block_ids.nbytes:
+                self._append_blocks(rank, schedule)
             part = self._last[rank] = self._advance(rank, schedule, setups)
             return part
         except Refused:
@@ -116,67 +125,102 @@ class Merger:
 
     def merge(self, parts: list[Part]) -> MergedStep:
         """One batch of `parts`, which are in rank order and of different ranks; at least one."""
-        joined = self._join(parts)
-        ends = np.concatenate([part.ends for part in parts])
-        return MergedStep(
-            setups=[setup for part in parts for setup in part.setups],
-            ranks=joined.ranks,
-            rows=joined.rows,
-            positions=ends - joined.num_tokens,
-            num_tokens=joined.num_tokens,
-            samples=joined.samples,
-            block_tables=self._rows.tables(joined.rows, int(ends.max())),
-        )
-
-    def _join(self, parts: list[Part]) -> _Joined:
-        """Put together what does not change while the same rows run again; it is the same objects then."""
-        before = self._joined
-        if before is not None and len(parts) == len(before.parts):
-            pairs = zip(parts, before.parts, strict=True)
-            if all(part.rows is old.rows and part.num_tokens is old.num_tokens for part, old in pairs):
-                return before
         rows = np.concatenate([part.rows for part in parts])
-        ranks = rows // np.int32(self._limits.max_num_seqs)
+        ends = np.concatenate([part.ends for part in parts])
         num_tokens = np.concatenate([part.num_tokens for part in parts])
-        samples = np.concatenate([part.samples for part in parts])
-        self._joined = _Joined(parts, ranks, rows, num_tokens, samples)
-        return self._joined
+        step = MergedStep(
+            setups=[setup for part in parts for setup in part.setups],
+            ranks=rows // np.int32(self._limits.max_num_seqs),
+            rows=rows,
+            positions=ends - num_tokens,
+            num_tokens=num_tokens,
+            samples=np.concatenate([part.samples for part in parts]),
+            block_tables=self._rows.tables(rows, int(ends.max())),
+        )
+        if all(part.again for part in parts):
+            self._begin_steady(parts, step, ends)
+        return step
 
-    def _run_again(self, rank: int, schedule: PartialSchedule) -> Part:
-        steady = self._steady.get(rank)
-        if steady is None:
-            steady = self._steady[rank] = self._begin_again(rank)
-        if schedule.block_ids.nbytes:
-            self._append_blocks(rank, schedule)
-            rows = unpack_ints(schedule.block_rows)
-            rows = rows[steady.places[rows] >= 0]
-            steady.room[steady.places[rows]] = self._room(rows + np.int32(self._first_row(rank)))
-        ends = steady.ends = steady.ends + np.int32(1)
-        steady.longest += 1
-        if steady.longest > self._limits.max_model_len:
-            self._refuse_too_far(
-                int(steady.rows[ends.argmax()]) - self._first_row(rank), steady.longest, steady.longest
+    # Rows that run again
+
+    def again(self, ranks: list[int], schedules: list[PartialSchedule]) -> tuple[list[Part], MergedStep] | None:
+        """What `apply` to each of the ranks and `merge` would give, if they run the same rows again and all is well.
+
+        None if it is not so, and then nothing was changed.
+        """
+        steady = self._steady.get(tuple(ranks))
+        if steady is None or not all(schedule.again for schedule in schedules):
+            return None
+        if not all(self._last.get(part.rank) is part for part in steady.parts):
+            return None
+        ends = steady.ends + _ONE
+        longest = steady.longest + 1
+        if longest > self._limits.max_model_len:
+            return None
+        begun = self._blocks_begun(steady, ranks, schedules)
+        if begun is None or np.count_nonzero(ends > begun.room):
+            return None
+        if begun.rows.size:
+            self._rows.append_block_each(begun.rows, begun.blocks, begun.num_blocks)
+        steady.room, steady.ends, steady.longest = begun.room, ends, longest
+        last = steady.step
+        steady.parts = [
+            Part(
+                part.rank,
+                schedule.step,
+                [],
+                part.rows,
+                ends[first : first + part.rows.size],
+                part.num_tokens,
+                part.samples,
+                True,
             )
-        if (uncovered := ends > steady.room).any():
-            self._refuse_uncovered(rank, steady.rows, ends, uncovered)
-        self._rows.advance(steady.rows, ends, steady.samples)
-        return Part(rank, schedule.step, [], steady.rows, ends, steady.ones, steady.samples)
+            for part, schedule, first in zip(steady.parts, schedules, steady.first, strict=True)
+        ]
+        for part in steady.parts:
+            self._last[part.rank] = part
+        self._rows.advance(last.rows, ends, ends + _ONE)
+        tables = self._rows.tables(last.rows, longest)
+        steady.step = MergedStep([], last.ranks, last.rows, steady.ends - _ONE, last.num_tokens, last.samples, tables)
+        return steady.parts, steady.step
 
-    def _begin_again(self, rank: int) -> _Steady:
-        last = self._last.get(rank)
-        if last is None:
-            raise Refused("it runs the rows of the last schedule again, but there is none")
-        if not last.samples.all():
-            row = int(last.rows[last.samples.argmin()]) - self._first_row(rank)
-            raise Refused(f"row {row} did not come to its last token; only rows that drew one can run again")
-        places = np.full(self._limits.max_num_seqs, -1, np.int32)
-        places[last.rows - self._first_row(rank)] = np.arange(last.rows.size)
-        room = self._room(last.rows)
-        return _Steady(last.rows, np.ones_like(last.rows), last.samples, last.ends, int(last.ends.max()), room, places)
+    def _begin_steady(self, parts: list[Part], step: MergedStep, ends: Int32) -> None:
+        places = np.full(self._rows.lengths.size, -1, np.int32)
+        places[step.rows] = np.arange(step.rows.size)
+        first = [0, *accumulate(part.rows.size for part in parts[:-1])]
+        if len(self._steady) >= _MOST_STEADY:
+            self._steady.clear()
+        ranks = tuple(part.rank for part in parts)
+        self._steady[ranks] = _Steady(parts, step, first, ends, int(ends.max()), self._room(step.rows), places)
+
+    def _blocks_begun(self, steady: _Steady, ranks: list[int], schedules: list[PartialSchedule]) -> "_Begun | None":
+        """The blocks that the rows begin in this step; None if they are not at most one for each of the rows."""
+        count = [schedule.block_ids.nbytes // 4 for schedule in schedules]
+        if not any(count):
+            return _Begun(_NONE, _NONE, _NONE, steady.room)
+        local = unpack_ints(memoryview(b"".join([schedule.block_rows for schedule in schedules])))
+        blocks = unpack_ints(memoryview(b"".join([schedule.block_ids for schedule in schedules])))
+        of = np.repeat(np.array(ranks, np.int32), count)
+        if not all_below(local, self._limits.max_num_seqs):
+            return None
+        if np.count_nonzero(blocks.view(np.uint32) < self._blocks_of_rank[of]) < blocks.size:
+            return None
+        rows = local + of * np.int32(self._limits.max_num_seqs)
+        places = steady.places[rows]
+        num_blocks = self._rows.num_blocks[rows] + _ONE
+        if np.count_nonzero(places < 0) or np.count_nonzero(num_blocks > self._rows.most_blocks):
+            return None
+        if len(set(rows.tolist())) < rows.size:
+            return None
+        room = steady.room.copy()
+        room[places] = num_blocks * self._rows.block_size
+        return _Begun(rows, blocks + self._first_blocks[of], num_blocks, room)
 
     def _room(self, rows: Int32) -> Int32:
         room: Int32 = self._rows.num_blocks[rows] * np.int32(self._rows.block_size)
         return room
+
+    # One rank's schedule
 
     def _set_up(self, rank: int, schedule: PartialSchedule) -> list[RowSetup]:
         count = len(schedule.new) + len(schedule.resumed) + len(schedule.continued)
@@ -213,7 +257,7 @@ class Merger:
                 f"row {item.row}: {blocks.size} blocks are more than the {self._rows.most_blocks} a row can use"
             )
         self._check_sampling(item)
-        self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks)
+        self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks + self._first_blocks[rank])
         return RowSetup(row, 0, tokens, tokens.size - num_output_tokens, item.sampling)
 
     def _continue(self, rank: int, item: ContinueRow) -> RowSetup:
@@ -232,25 +276,21 @@ class Merger:
         return RowSetup(row, base, tokens, base + tokens.size, item.sampling)
 
     def _append_blocks(self, rank: int, schedule: PartialSchedule) -> None:
-        rows = unpack_ints(schedule.block_rows)
-        blocks = unpack_ints(schedule.block_ids)
-        if rows.size == 0:
-            return
-        self._check_rows(rows)
+        local, blocks = unpack_ints(schedule.block_rows), unpack_ints(schedule.block_ids)
+        self._check_rows(local)
         self._check_blocks(rank, blocks)
-        appended = np.bincount(rows, minlength=self._limits.max_num_seqs)
-        mine = slice(self._first_row(rank), self._first_row(rank + 1))
-        unknown = (appended > 0) & (self._rows.lengths[mine] == 0)
-        if unknown.any():
-            raise Refused(f"row {unknown.argmax()} gets blocks but was never set up")
-        too_many = self._rows.num_blocks[mine] + appended > self._rows.most_blocks
-        if too_many.any():
-            raise Refused(f"row {too_many.argmax()} gets more than the {self._rows.most_blocks} blocks a row can use")
-        one_each = int(appended.max()) == 1
-        self._rows.append_blocks(rows + np.int32(self._first_row(rank)), blocks, one_each)
+        rows = local + np.int32(self._first_row(rank))
+        if np.count_nonzero(self._rows.lengths[rows]) < rows.size:
+            row = local[self._rows.lengths[rows].argmin()]
+            raise Refused(f"row {row} gets blocks but was never set up")
+        num_blocks = self._rows.num_blocks[rows] + np.bincount(local).astype(np.int32)[local]
+        if int(num_blocks.max(initial=0)) > self._rows.most_blocks:
+            row = local[num_blocks.argmax()]
+            raise Refused(f"row {row} gets more than the {self._rows.most_blocks} blocks a row can use")
+        self._rows.append_blocks(rows, blocks + self._first_blocks[rank], num_blocks)
 
     def _advance(self, rank: int, schedule: PartialSchedule, setups: list[RowSetup]) -> Part:
-        local = unpack_ints(schedule.rows)
+        local = self._rows_again(rank) if schedule.again else unpack_ints(schedule.rows)
         if local.size == 0:
             raise Refused("no row runs")
         self._check_rows(local)
@@ -274,8 +314,17 @@ class Merger:
         if (uncovered := ends > self._room(rows)).any():
             self._refuse_uncovered(rank, rows, ends, uncovered)
         samples = ends == lengths
-        self._rows.advance(rows, ends, samples)
-        return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples)
+        self._rows.advance(rows, ends, lengths + samples)
+        return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again)
+
+    def _rows_again(self, rank: int) -> Int32:
+        last = self._last.get(rank)
+        if last is None:
+            raise Refused("it runs the rows of the last schedule again, but there is none")
+        if not last.samples.all():
+            row = int(last.rows[last.samples.argmin()]) - self._first_row(rank)
+            raise Refused(f"row {row} did not come to its last token; only rows that drew one can run again")
+        return last.rows - np.int32(self._first_row(rank))
 
     def _refuse_uncovered(self, rank: int, rows: Int32, ends: Int32, uncovered: npt.NDArray[np.bool_]) -> NoReturn:
         place = int(uncovered.argmax())
@@ -297,11 +346,14 @@ class Merger:
         return self._first_row(rank) + row
 
     def _check_rows(self, rows: Int32) -> None:
-        for row in (int(rows.min()), int(rows.max())):
-            self._global_row(0, row)
+        if not all_below(rows, self._limits.max_num_seqs):
+            for row in (int(rows.min()), int(rows.max())):
+                self._global_row(0, row)
 
     def _check_blocks(self, rank: int, blocks: Int32) -> None:
-        for block in (int(blocks.min()), int(blocks.max())) if blocks.size else ():
+        if all_below(blocks, self._limits.blocks_of_rank[rank]):
+            return
+        for block in (int(blocks.min()), int(blocks.max())):
             if not 0 <= block < self._limits.blocks_of_rank[rank]:
                 raise Refused(f"block {block} does not exist; blocks are 0 to {self._limits.blocks_of_rank[rank] - 1}")
 

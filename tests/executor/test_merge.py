@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,23 +185,25 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
     subject, device = merger(), DeviceModel()
     ranks = [RankModel(rank) for rank in range(RANKS)]
     for _ in range(data.draw(st.integers(1, 6))):
-        parts: list[Part] = []
+        chosen = [model for model in ranks if data.draw(st.booleans())]
+        schedules = [model.schedule(data) for model in chosen]
+        merged = subject.again([model.rank for model in chosen], schedules)
+        parts: list[Part] = [] if merged is None else merged[0]
         expected: list[tuple[int, int, list[int], int, bool, list[int]]] = []
-        for model in ranks:
-            if not data.draw(st.booleans()):
-                continue
-            schedule = model.schedule(data)
+        for model, schedule in zip(chosen, schedules, strict=True):
             if not schedule.rows.nbytes and not schedule.again:
+                assert merged is None
                 with pytest.raises(Refused, match="no row runs"):
                     subject.apply(model.rank, schedule)
                 model.rows.clear()
                 model.last = []
                 continue
-            parts.append(subject.apply(model.rank, schedule))
+            if merged is None:
+                parts.append(subject.apply(model.rank, schedule))
             expected += [(model.rank, *item) for item in model.expect(schedule)]
         if not parts:
             continue
-        step = subject.merge(parts)
+        step = subject.merge(parts) if merged is None else merged[1]
         ran, sampled = device.run(step)
         assert step.ranks.tolist() == [item[0] for item in expected]
         assert step.rows.tolist() == [item[0] * ROWS + item[1] for item in expected]
@@ -327,6 +330,53 @@ def test_a_row_is_not_computed_past_max_model_len() -> None:
     assert subject.apply(0, partial(new=[full])).samples.tolist() == [True]
     with pytest.raises(Refused, match="past max_model_len 40"):
         subject.apply(0, partial(step=2))
+
+
+def test_ranks_that_run_the_same_rows_again_are_merged_as_they_were() -> None:
+    subject, device = merger(), DeviceModel()
+    both = [partial(rows=[1, 0], new=[new_row(0), new_row(1)], num_tokens=pack_ints([3, 3])) for _ in (0, 1)]
+    device.run(subject.merge([subject.apply(rank, schedule) for rank, schedule in enumerate(both)]))
+    again = partial(step=2, rows=[], again=True)
+    assert subject.again([0, 1], [again, again]) is None
+    device.run(subject.merge([subject.apply(rank, again) for rank in (0, 1)]))
+    for step in range(3, 3 + BLOCK):
+        begun: dict[str, Any] = {}
+        if step == BLOCK - 1:
+            begun = {"block_rows": pack_ints([0, 1]), "block_ids": pack_ints([5, 6])}
+        merged = subject.again([0, 1], [partial(step=step, rows=[], again=True, **begun)] * 2)
+        assert merged is not None
+        parts, whole = merged
+        assert [(part.rank, part.step, part.rows.tolist()) for part in parts] == [
+            (0, step, [1, 0]),
+            (1, step, [ROWS + 1, ROWS]),
+        ]
+        assert whole.positions.tolist() == [step + 1] * 4
+        ran, _ = device.run(whole)
+        assert ran == [[drawn(row, step + 1)] for row in whole.rows.tolist()]
+    assert subject.again([0], [partial(step=99, rows=[], again=True)]) is None
+
+
+WRONG = {
+    "a block that does not exist": {"block_rows": pack_ints([0]), "block_ids": pack_ints([24])},
+    "a row that does not exist": {"block_rows": pack_ints([ROWS]), "block_ids": pack_ints([1])},
+    "a row that does not run": {"block_rows": pack_ints([3]), "block_ids": pack_ints([1])},
+    "too many blocks": {"block_rows": pack_ints([0] * 5), "block_ids": pack_ints([1] * 5)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
+def test_what_is_wrong_in_rows_that_run_again_is_left_to_the_rank_it_is_of(wrong: dict[str, Any]) -> None:
+    subject = merger()
+    for rank in (0, 1):
+        subject.apply(rank, partial(new=[new_row()], num_tokens=THREE))
+    again = partial(step=2, rows=[], again=True)
+    subject.merge([subject.apply(rank, again) for rank in (0, 1)])
+    assert subject.again([0, 1], [again, partial(step=3, rows=[], again=True, **wrong)]) is None
+    assert subject.again([0, 1], [again, again]) is not None
+    with pytest.raises(Refused):
+        subject.apply(1, partial(step=4, rows=[], again=True, **wrong))
+    assert subject.again([0, 1], [again, again]) is None
+    assert subject.apply(0, again).rows.tolist() == [0]
 
 
 def test_only_rows_that_drew_a_token_run_again() -> None:

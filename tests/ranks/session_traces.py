@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, KvPool, Outputs, Sampling, StopTurn
+from bus.messages import AppendInput, KvPool, MultimodalFeature, Outputs, Sampling, StopTurn
+from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
@@ -28,6 +31,7 @@ class Input:
     tokens: list[int]
     sampling: Sampling
     sequence: int = 0
+    features: list[MultimodalFeature] = field(default_factory=list)
 
 
 @dataclass
@@ -42,12 +46,14 @@ class Model:
     queued: deque[Input] = field(default_factory=deque)
     closing: bool = False
     boundaries: int = 0
+    features: list[MultimodalFeature] = field(default_factory=list)
+    """At their places in all of the session."""
 
 
 class SessionTrace:
     """One rank's life from a seed."""
 
-    def __init__(self, seed: int, **settings: Any) -> None:
+    def __init__(self, seed: int, pool: KvPool | None = None, **settings: Any) -> None:
         self.draw = draw = random.Random(seed)
         drawn = {
             "max_num_seqs": draw.choice([1, 2, 5]),
@@ -58,19 +64,20 @@ class SessionTrace:
             "enable_prefix_caching": draw.random() < 0.6,
         }
         self.config = Config(**drawn | settings)
-        self.pool = KvPool(
-            num_blocks=draw.choice([5, 8, 12, 60]), block_size=8, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB
-        )
-        self.max_len = min(MAX_MODEL_LEN, self.pool.num_blocks * 8)
+        num_blocks = draw.choice([5, 8, 12, 60])
+        self.pool = pool or KvPool(num_blocks=num_blocks, block_size=8, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
+        self.max_len = min(self.pool.max_model_len, self.pool.num_blocks * self.pool.block_size)
         self.counters = Counters()
         self.scheduler = NativeScheduler(self.config, self.pool, self.counters)
         self.executor = ToyExecutor(self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.step = 0
         self.sequence = 0
         self.models: dict[int, Model] = {}
+        self.settled: set[bytes] = set()
+        """Names of blocks that have only tokens which will stay."""
         self.refused: list[int] = []
         """Messages whose inputs the model refuses late, since frontends were last told."""
-        self.counts = dict.fromkeys(("turns", "stopped", "empty", "late refusals", "closed"), 0)
+        self.counts = dict.fromkeys(("turns", "stopped", "empty", "late refusals", "closed", "named"), 0)
 
     def run(self, num_sessions: int, num_turns: int) -> None:
         for handle in range(num_sessions):
@@ -80,13 +87,19 @@ class SessionTrace:
         for handle in list(self.models):
             if not self.models[handle].closing:
                 self.close(handle)
-        for _ in range(20_000):
-            if not self.move(quiet=True):
-                break
+        self.run_on()
         assert not self.models, "sessions are left that never end"
         self.check_clean()
 
+    def run_on(self) -> None:
+        """Until nothing is left to do."""
+        for _ in range(20_000):
+            if not self.move(quiet=True):
+                return
+        raise AssertionError("there is no end to it")
+
     def check_clean(self) -> None:
+        self.run_on()
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.pending_prefill_tokens, load.used_blocks) == (0, 0, 0, 0)
         assert self.scheduler.request_counts() == (0, 0)
@@ -106,19 +119,36 @@ class SessionTrace:
             return []
         return [self.draw.randrange(VOCAB) for _ in range(self.draw.randrange(1, most))]
 
-    def open(self, handle: int) -> None:
-        prompt, sampling = self.tokens(20), self.sampling()
-        message = request(handle, prompt, sampling.max_tokens, resumable=True, stop_token_ids=sampling.stop_token_ids)
-        self.scheduler.add(handle % 3, message, 0.0)
-        self.models[handle] = Model(sampling, [], Input(prompt, sampling))
+    def features(self, size: int) -> list[MultimodalFeature]:
+        if size < 3 or self.draw.random() < 0.7:
+            return []
+        offset = self.draw.randrange(size)
+        length = self.draw.randrange(1, size - offset + 1)
+        return [MultimodalFeature(hash=self.draw.choice("ab"), offset=offset, length=length)]
 
-    def append(self, handle: int) -> None:
+    def open(self, handle: int, prompt: list[int] | None = None, sampling: Sampling | None = None) -> None:
+        prompt = self.tokens(20) if prompt is None else prompt
+        sampling = sampling or self.sampling()
+        features = self.features(len(prompt))
+        message = request(handle, prompt, sampling.max_tokens, resumable=True, stop_token_ids=sampling.stop_token_ids)
+        self.scheduler.add(handle % 3, msgspec.structs.replace(message, mm_features=features), 0.0)
+        self.models[handle] = Model(sampling, [], None, turn=0, queued=deque([Input(prompt, sampling, 0, features)]))
+        self.go_on(handle)
+
+    def append(self, handle: int, tokens: list[int] | None = None, own: Sampling | None = None) -> str:
+        """Returns the sentence with which it is refused, if it is."""
         model = self.models[handle]
-        own = self.sampling() if self.draw.random() < 0.5 else None
+        if tokens is None and self.draw.random() < 0.5:
+            own = self.sampling()
         self.sequence += 1
-        what = Input(self.tokens(), own or model.opened_with, self.sequence)
+        tokens = self.tokens() if tokens is None else tokens
+        what = Input(tokens, own or model.opened_with, self.sequence, self.features(len(tokens)))
         message = AppendInput(
-            handle=handle, sequence=self.sequence, prompt_token_ids=pack_ints(what.tokens), sampling=own
+            handle=handle,
+            sequence=self.sequence,
+            prompt_token_ids=pack_ints(tokens),
+            sampling=own,
+            mm_features=what.features,
         )
         surely = len(model.context) + sum(len(item.tokens) for item in (model.present, *model.queued) if item)
         fits = not what.tokens or surely + len(what.tokens) < self.max_len
@@ -127,14 +157,17 @@ class SessionTrace:
         assert bool(sentence) == (model.closing or not fits), sentence
         if sentence:
             assert model.closing or str(self.max_len) in sentence
-            return
+            return sentence
         model.queued.append(what)
         self.go_on(handle)
+        return ""
 
-    def stop(self, handle: int) -> None:
+    def stop(self, handle: int, n: int | None = None) -> None:
         model = self.models[handle]
-        turn = model.turn + self.draw.choice([0, 0, 0, 0, -1, 1])
-        n = self.draw.choice([0, 1, len(model.output) // 2, len(model.output), 50])
+        turn = model.turn
+        if n is None:
+            turn += self.draw.choice([0, 0, 0, 0, -1, 1])
+            n = self.draw.choice([0, 1, len(model.output) // 2, len(model.output), 50])
         message = StopTurn(handle=handle, sequence=0, turn=turn, n=n)
         sentence, _ = refusal(lambda: self.scheduler.stop_turn(handle % 3, message))
         assert bool(sentence) == (turn != model.turn or model.present is None)
@@ -180,6 +213,17 @@ class SessionTrace:
                 continue
             model.present = what
             model.turn += 1
+            base = len(model.context)
+            model.features += [
+                MultimodalFeature(hash=feature.hash, offset=feature.offset + base, length=feature.length)
+                for feature in what.features
+            ]
+            self.will_stay(model, what.tokens)
+
+    def will_stay(self, model: Model, tokens: list[int]) -> None:
+        """No token of the context, with these at its end, is going to be dropped: its blocks may have their names."""
+        everything = pack_ints([*model.context, *tokens])
+        self.settled.update(split_hashes(block_hashes(everything, self.pool.block_size, "", model.features)))
 
     def expect_end(self, handle: int, reason: str, kept: int) -> None:
         """The present turn is over: take its boundary, and what comes with it, from the scheduler."""
@@ -229,6 +273,7 @@ class SessionTrace:
         assert (turn.reason, turn.stop_reason, turn.kept_tokens) == (reason, stop_reason, kept)
         model.context = [*model.context, *model.present.tokens, *model.output[:kept]]
         assert turn.context_tokens == len(model.context)
+        self.will_stay(model, [])
         model.present, model.output = None, []
         model.boundaries += 1
         self.counts["turns"] += 1
@@ -284,7 +329,7 @@ class SessionTrace:
             self.step += 1
             moved = True
             self.executor.run(schedule)
-            if self.draw.random() < 0.3:
+            if not quiet and self.draw.random() < 0.3:
                 break
         if self.executor.results and (quiet or self.draw.random() < 0.8):
             self.refused = []
@@ -316,6 +361,9 @@ class SessionTrace:
         )
         assert self.scheduler.token_count() == held
         assert load.pending_prefill_tokens >= 0
+        names = split_hashes(self.scheduler.kv_snapshot())
+        assert self.settled.issuperset(names), "a block can be found that has tokens which may be dropped"
+        self.counts["named"] = max(self.counts["named"], len(names))
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, Any]:

@@ -1,0 +1,141 @@
+"""Steps that are alike take a short way, on which clients and the HTTP side hear what they hear on the long one."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from bus.core import Peer, Send
+from bus.counters import Counters
+from bus.messages import Load, Outputs, RequestEnded, RequestStarted, Sampling
+from bus.wire import pack_ints, unpack_ints
+from frontend.requests import Requests
+from frontend.routing import RankView, Router
+from frontend.seam import Deliver
+from frontend.steady import MOST_STEPS
+
+CLIENTS = [Peer("client", "client", number, 1) for number in range(2)]
+RANKS = [Peer("command", "rank", number, 1) for number in range(2)]
+SAMPLING = Sampling(seed=0, max_tokens=1000)
+
+
+class NoTurns:
+    """There are no sessions here."""
+
+    def turn_ended(self, *_: Any) -> list[Any]:
+        raise AssertionError
+
+    ended = turn_ended
+
+
+NO_TURNS = NoTurns()
+
+
+class LongWay(Requests):
+    def _watch(self, *_: Any) -> None:
+        pass
+
+
+class Side:
+    """The requests of a frontend with two ranks, and all it has said: tokens by request, and the rest."""
+
+    def __init__(self, kind: type[Requests]) -> None:
+        router = Router("least_loaded", 0, 16, 8)
+        self.counters = Counters()
+        self.requests = kind(router, 16, self.counters)
+        self.said: list[Any] = []
+        self.alike = 0
+        for rank in RANKS:
+            router.ranks[rank.index] = RankView()
+            load = Load(number=1, acknowledged=0, running=0, waiting=0, pending_prefill_tokens=0, num_blocks=9)
+            router.ranks[rank.index].see_load(load)
+            self.requests.rank_up(rank)
+
+    def add(self, owner: Peer | None, name: str, rank: int) -> list[int]:
+        effects = self.requests.add(owner, name, pack_ints([1, 2]), [SAMPLING] * 2, 0.0, 0, "", rank, [])
+        return [effect.message.handle for effect in effects]
+
+    def outputs(self, rank: int, outputs: Outputs) -> None:
+        self.alike += rank in self.requests._steady and self.requests._steady[rank].goes_on(outputs)
+        self.hear(self.requests.outputs(rank, outputs, NO_TURNS))
+
+    def hear(self, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.said.append((effect.peer, msgspec.to_builtins(effect.message)))
+            elif isinstance(effect, Deliver):
+                self.said.append((effect.rank, effect.step, msgspec.to_builtins(effect.outputs)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_short_way_says_what_the_long_one_says(seed: int) -> None:
+    draw = random.Random(seed)
+    short, long = Side(Requests), Side(LongWay)
+    handles: list[list[int]] = [[], []]
+    for number in range(8):
+        owner, rank = draw.choice([*CLIENTS, None]), draw.randrange(2)
+        added = short.add(owner, f"r{number}", rank)
+        assert added == long.add(owner, f"r{number}", rank)
+        handles[rank] += added
+    for step in range(60):
+        for rank in (0, 1):
+            outputs = step_of(draw, handles[rank], step)
+            for side in (short, long):
+                side.outputs(rank, outputs)
+            handles[rank] = [handle for handle in handles[rank] if handle not in [end.handle for end in outputs.ended]]
+        if draw.random() < 0.05 and any(handles):
+            chosen = draw.choice([handle for mine in handles for handle in mine])
+            for side in (short, long):
+                entry = side.requests.ledger.get(chosen)
+                assert entry is not None
+                side.hear(side.requests.abort([entry], wanted=bool(chosen % 2)))
+        check(short, long)
+    for side in (short, long):
+        side.hear(side.requests.rank_down(RANKS[0], NO_TURNS))
+    check(short, long)
+    assert short.alike > 30
+    assert not long.alike
+
+
+def step_of(draw: random.Random, handles: list[int], step: int) -> Outputs:
+    """Most steps are as the one before; now and then one has a beginning, an end, several tokens, or another order."""
+    what = draw.random() if handles else 1.0
+    counts = [1] * len(handles)
+    ended, started = [], []
+    if what < 0.05:
+        ended = [RequestEnded(handle=draw.choice(handles), reason="length")]
+    elif what < 0.1:
+        started = [RequestStarted(handle=draw.choice(handles), cached_tokens=16)]
+    elif what < 0.15:
+        counts = [draw.randrange(3) for _ in handles]
+    elif what < 0.2:
+        draw.shuffle(handles)
+    return Outputs(
+        step=step,
+        handles=pack_ints(handles),
+        tokens=pack_ints([draw.randrange(100) for _ in range(sum(counts))]),
+        counts=pack_ints(counts) if set(counts) - {1} else pack_ints([]),
+        ended=ended,
+        started=started,
+    )
+
+
+def check(short: Side, long: Side) -> None:
+    assert short.said == long.said
+    assert short.counters.snapshot() == long.counters.snapshot()
+    for entry in long.requests.ledger.of_rank(0):
+        same = short.requests.ledger.get(entry.handle)
+        assert same is not None
+        assert same.output == entry.output
+
+
+def test_tokens_are_given_to_their_sequences_in_time() -> None:
+    side = Side(Requests)
+    first, second = side.add(CLIENTS[0], "a", 0)
+    for step in range(3 * MOST_STEPS):
+        side.outputs(0, Outputs(step=step, handles=pack_ints([first, second]), tokens=pack_ints([step, -step])))
+    entries = [side.requests.ledger.get(handle) for handle in (first, second)]
+    assert [unpack_ints(memoryview(entry.output)).tolist() for entry in entries if entry] == [
+        [sign * step for step in range(3 * MOST_STEPS)] for sign in (1, -1)
+    ]

@@ -11,6 +11,7 @@ from bus.config import load
 from bus.wire import pack_ints
 from frontend.params import ModelLimits
 from frontend.seam import AddCall, Call, Deliver, Delivery
+from frontend.sight import Histogram, Sight
 
 STREAMS = 1024
 STEPS = 60
@@ -35,7 +36,8 @@ async def measure() -> float:
         if isinstance(call, AddCall):
             names.append(call.request_id)
 
-    engine = BusLLM(server._vllm_config(config, arguments), post, EngineStatus(0), log_stats=True, ranks=2)
+    sight = Sight(0, 2, lambda: (Histogram(), Histogram()))
+    engine = BusLLM(server._vllm_config(config, arguments), post, EngineStatus(0), log_stats=True, ranks=2, sight=sight)
     received = 0
 
     async def read(number: int) -> None:

@@ -104,6 +104,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Logs
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    # Traces
+    otlp_traces_endpoint: str = ""
+    """Where traces of requests go, as vLLM's setting of this name (OpenTelemetry); empty is nowhere."""
+
     # The journal
     journal: str = "off"
     """Which processes keep one: off, on (all), or roles (frontend, rank, executor) with commas between."""
@@ -186,6 +190,8 @@ def load(
             f"journal: {config.journal!r} is not allowed; it must be off, on, or some of {', '.join(JOURNALED)} "
             "with commas between"
         )
+    if config.otlp_traces_endpoint and not config.log_stats:
+        raise ConfigError("otlp_traces_endpoint: traces are made of statistics, so log_stats must be true")
     if config.port + config.frontends - 1 > 65535:
         raise ConfigError(f"port: {config.port} + {config.frontends} frontends goes past 65535")
     return config

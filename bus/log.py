@@ -2,11 +2,24 @@
 
 import logging
 import sys
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import structlog
 
 Logger = Any
+
+
+class Line(NamedTuple):
+    """A line of the log, for people; `at` is its time as it was logged."""
+
+    at: str
+    level: str
+    text: str
+
+
+recent: deque[Line] = deque(maxlen=50)
+"""The latest warnings and errors of this process."""
 
 
 def configure(role: str, index: int, incarnation: int, level: str) -> None:
@@ -16,6 +29,7 @@ def configure(role: str, index: int, incarnation: int, level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        _remember,
     ]
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer()],
@@ -40,6 +54,18 @@ def configure(role: str, index: int, incarnation: int, level: str) -> None:
 def get_logger() -> Logger:
     """A logger for any module, used as ``log.info("what happened", key=value)``."""
     return structlog.get_logger()
+
+
+def _remember(_logger: Any, _name: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Keep warnings and errors in `recent`."""
+    level = event.get("level", "")
+    if level in ("warning", "error", "critical"):
+        said = (f"{key}={event[key]}" for key in ("peer", "request_id", "reason", "detail") if event.get(key))
+        text = ", ".join([str(event.get("event", "")), *said])
+        if event.get("exception"):
+            text += f": {str(event['exception']).strip().splitlines()[-1]}"
+        recent.append(Line(str(event.get("timestamp", "")), str(level), text[:500]))
+    return event
 
 
 def _constant(**values: Any) -> Any:

@@ -20,6 +20,7 @@ COMMANDS = {
     "config": Command("frontend.show_config", "show every setting, its value, and where the value comes from"),
     "generate": Command("frontend.generate", "complete a text; its continuation appears as it comes"),
     "chat": Command("frontend.chat", "talk to the model, line by line"),
+    "top": Command("frontend.top", "show live what each process does; pause, resume or drain a rank by a key"),
     "journal": Command("bus.journal.command", "show what a process recorded, or how two recordings differ"),
     "trace": Command("bus.trace.command", "show where the time of a journaled run went, as a trace for Perfetto"),
     "replay": Command("bus.replay_command", "run a process again from its journal, and tell where it does otherwise"),

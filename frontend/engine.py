@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from frontend.errors import RequestError
 from frontend.metrics import EngineStatus, RankStats
 from frontend.rank_logger import OwnLogger, RankLogger
 from frontend.seam import Call, StatusUpdate
+from frontend.sight import Sight
 from frontend.websocket import SessionSockets
 
 
@@ -25,7 +27,7 @@ class BusLLM(AsyncLLM):
     """The engine behind vLLM's HTTP server.
 
     `client` is its way to the bus; `ending` tells that it was shut down. With `timed`, the journal is told how long
-    outputs take up here. `sockets` are the WebSocket connections.
+    outputs take up here. `sockets` are the WebSocket connections. `sight` is what the dashboard shows.
     """
 
     sockets: SessionSockets
@@ -38,6 +40,7 @@ class BusLLM(AsyncLLM):
         *,
         log_stats: bool,
         ranks: int,
+        sight: Sight,
         timed: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,6 +53,7 @@ class BusLLM(AsyncLLM):
             timed=timed,
         )
         self._status = status
+        self.sight = sight
         self._rank_stats = RankStats() if log_stats and status.exports_ranks else None
         with _core_client(self.client):
             loggers: list[Any] = [RankLogger if status.exports_ranks else OwnLogger] if log_stats else []
@@ -67,6 +71,7 @@ class BusLLM(AsyncLLM):
     def on_status(self, update: StatusUpdate) -> None:
         """Take how the engine does: for /health and /metrics, and for the longest context it has room for."""
         self._status.last = update
+        self.sight.update(update, time.time())
         if update.executor is not None:
             self._limit_context(update.executor)
         if self._rank_stats is not None:
@@ -90,6 +95,7 @@ class BusLLM(AsyncLLM):
         super().shutdown(timeout)
 
     def _fail_all(self) -> None:
+        self.sight.close()
         for request_id in list(self.output_processor.request_states):
             self.fail(request_id, RequestError("unavailable", "the frontend is ending; send the request again"))
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,6 +57,7 @@ class _Request:
     """An unfinished request. `started` waits for the first tokens, to go into vLLM's metrics with them."""
 
     prompt_len: int
+    trace_headers: Mapping[str, str] | None = None
     started: RequestStarted | None = None
     started_at: float = 0.0
 
@@ -104,7 +105,7 @@ class BusClient(EngineCoreClient):
         sampling = to_sampling(request, self._max_model_len())
         prompt = request.prompt_token_ids
         assert prompt is not None
-        self._requests[request.request_id] = _Request(len(prompt))
+        self._requests[request.request_id] = _Request(len(prompt), request.trace_headers)
         self._post(
             AddCall(
                 request_id=request.request_id,
@@ -289,6 +290,7 @@ def _output(delivery: Delivery, request: _Request) -> EngineCoreOutput:
         request.started = None
     if (ended := delivery.ended) is not None:
         output.finish_reason = FINISH_REASONS[ended.reason]
+        output.trace_headers = request.trace_headers
         output.stop_reason = ended.stop_reason
     return output
 

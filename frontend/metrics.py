@@ -6,12 +6,14 @@ Each metric has one exporter: a frontend tells its own counters, and frontend 0 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
 from bus.messages import Load
 from frontend.seam import StatusUpdate
+from frontend.sight import Histogram
 
 LABELS = {
     "bus_received_frames": ("bus",),
@@ -104,6 +106,28 @@ def _increase(name: str, load: Load, last: Load | None) -> int:
     total = load.counters.get(name, 0.0)
     before = last.counters.get(name, 0.0) if last is not None else 0.0
     return int(total - before if total >= before else total)  # a smaller total is that of a rank started anew
+
+
+def histograms() -> tuple[Histogram, Histogram]:
+    """vLLM's times to the first token, and between tokens, of all ranks together."""
+    return _histogram("vllm:time_to_first_token_seconds"), _histogram("vllm:inter_token_latency_seconds")
+
+
+def _histogram(name: str) -> Histogram:
+    """A histogram that is registered, over all its labels; empty if it is not."""
+    buckets: dict[float, float] = {}
+    count = total = 0.0
+    for metric in REGISTRY.restricted_registry([f"{name}{end}" for end in ("_bucket", "_count", "_sum")]).collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+            elif sample.name.endswith("_count"):
+                count += sample.value
+            elif sample.name.endswith("_sum"):
+                total += sample.value
+    bounds = sorted(bound for bound in buckets if bound != float("inf"))
+    return Histogram(bounds, [buckets[bound] for bound in bounds], count, total)
 
 
 class BusCollector(Collector):

@@ -12,14 +12,15 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.tracing import is_tracing_available
 from vllm.usage.usage_lib import UsageContext
 
-from bus.config import Config
+from bus.config import Config, ConfigError
 from bus.log import get_logger
 from bus.model_files import ModelSource
 from frontend.bridge import Bridge
 from frontend.engine import BusLLM
-from frontend.metrics import BusCollector, EngineStatus
+from frontend.metrics import BusCollector, EngineStatus, histograms
 from frontend.params import ModelLimits
 from frontend.seam import (
     AbortText,
@@ -33,6 +34,7 @@ from frontend.seam import (
     ToConnection,
 )
 from frontend.session_text import SessionTexts
+from frontend.sight import Sight
 from frontend.text import TextRequests
 from frontend.websocket import SessionSockets
 
@@ -56,9 +58,15 @@ async def serve(
     Effects come from `bridge`, calls go to `post`.
 
     Raises:
+        ConfigError: traces are wanted, and there is nothing to make them with.
         RuntimeError: the server ended without being told to.
     """
     start = time.monotonic()
+    if config.otlp_traces_endpoint and not is_tracing_available():
+        raise ConfigError(
+            "otlp_traces_endpoint: traces need packages that are not installed; pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-grpc opentelemetry-exporter-otlp-proto-http"
+        )
     _quieten_logs()
     args = _arguments(config, index, source, limits)
     vllm_config = _vllm_config(config, args)
@@ -69,6 +77,7 @@ async def serve(
         status,
         log_stats=config.log_stats,
         ranks=config.ranks,
+        sight=Sight(index, config.ranks, histograms),
         timed=config.journals("frontend"),
     )
     log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
@@ -130,6 +139,7 @@ def _arguments(config: Config, index: int, source: ModelSource, limits: ModelLim
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         disable_log_stats=not config.log_stats,
+        otlp_traces_endpoint=config.otlp_traces_endpoint or None,
         generation_config="vllm",  # parameters that are left out mean the same over HTTP and on the client bus
     )
     http = FrontendArgs(
@@ -137,7 +147,11 @@ def _arguments(config: Config, index: int, source: ModelSource, limits: ModelLim
         port=config.port + index,
         disable_uvicorn_access_log=True,
         uvicorn_log_level="warning",
-        middleware=["frontend.middleware.StrictRequests", "frontend.websocket.SessionRoute"],
+        middleware=[
+            "frontend.middleware.StrictRequests",
+            "frontend.websocket.SessionRoute",
+            "frontend.dashboard.Dashboard",
+        ],
     )
     return Namespace(**(vars(engine) | vars(http) | {"served_model_name": [source.name]}))
 

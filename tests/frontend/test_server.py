@@ -1,6 +1,8 @@
 """vLLM's HTTP server on the seam: one server process for all tests here, on a core that is a script."""
 
+import gzip
 import http.client
+import http.server
 import json
 import os
 import queue
@@ -22,6 +24,31 @@ from tests.frontend.toy_server import FAILS, REFUSED, STALLS
 DEADLINE_S = 60.0
 
 
+class Traces(http.server.ThreadingHTTPServer):
+    """Takes OpenTelemetry traces over HTTP and keeps them as they come (protobuf)."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), TracesHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
+        self.bodies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class TracesHandler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Traces)
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.bodies.put(body)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is said."""
+
+
 class Server:
     """A toy server's process. `calls` has what its core was asked, as it comes."""
 
@@ -30,6 +57,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._log = log
+        self.traces = Traces()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.frontend.toy_server", str(model), str(self.port)],
             cwd=ROOT,
@@ -37,7 +65,9 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            env=os.environ | {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"},
+            env=os.environ
+            | {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "TOY_TRACES": self.traces.url}
+            | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"},
         )
         self.calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -313,6 +343,16 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < until
         tried.wait(0.02)
+
+
+def test_a_request_leaves_a_trace(server: Server) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    body = {"prompt": "abcdef", "temperature": 0}
+    assert server.post("/v1/completions", body, {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"})[0] == 200
+    while bytes.fromhex(trace) not in (got := server.traces.bodies.get(timeout=DEADLINE_S)):
+        pass
+    assert b"llm_request" in got
+    assert b"gen_ai.latency.time_to_first_token" in got
 
 
 def test_metrics(server: Server) -> None:

@@ -12,6 +12,7 @@ follow from their seed. Its priority says what happens then:
 
 import asyncio
 import json
+import os
 import socket
 import sys
 import threading
@@ -162,7 +163,8 @@ def main() -> None:
     sock.bind(("127.0.0.1", port))
     source = ModelSource("tiny", model, gguf=None, prepared=False)
     limits = ModelLimits(VOCAB_SIZE, MAX_POSITIONS, (EOS,))
-    asyncio.run(serve(Config(port=port), 0, source, limits, sock, bridge, core.post))
+    config = Config(port=port, otlp_traces_endpoint=os.environ["TOY_TRACES"])
+    asyncio.run(serve(config, 0, source, limits, sock, bridge, core.post))
 
 
 if __name__ == "__main__":

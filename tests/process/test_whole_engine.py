@@ -1,8 +1,15 @@
 """All processes together, with two frontends: what they share, and what one of them cannot do to the others."""
 
+import fcntl
 import json
+import os
+import pty
 import re
 import signal
+import struct
+import subprocess
+import sys
+import termios
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,7 +19,7 @@ from typing import Any
 import pytest
 import zmq
 
-from bus.messages import RequestCounts, TokenCount
+from bus.messages import GetPauseState, RequestCounts, TokenCount
 from frontend.client import Client, EngineError
 from tests.engine import ROOT, START_S, Engine
 
@@ -170,6 +177,80 @@ def test_the_dashboard_in_docs_names_metrics_that_exist(engine: Engine) -> None:
         return named - set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
 
     engine.wait_until(lambda: not missing(), "all metrics are there", DEADLINE_S)
+
+
+def test_top_shows_a_live_engine_and_its_keys_reach_the_ranks(engine: Engine) -> None:
+    own, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    environment = os.environ | {"TERM": "xterm", "RANKBUS_RUN_DIR": str(engine.config.run_path)}
+    command = [sys.executable, "-m", "frontend.cli", "top", "--port", str(engine.config.port)]
+    top = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    screen = Screen(own)
+    with client_of(engine, 0) as client:
+
+        def state() -> Any:
+            return client.command(GetPauseState()).value
+
+        screen.wait_for(engine, r"ready.*rank +state.* 0 +up.* 1 +up.*executor .*steps/s")
+        os.write(own, b"\x1b[B")
+        screen.wait_for(engine, r"▸ +1 ")
+        os.write(own, b"p")
+        engine.wait_until(lambda: state() == ["unpaused", "paused_all"], "rank 1 is paused", DEADLINE_S)
+        screen.wait_for(engine, r" 1 +paused .*pause rank 1: done")
+        os.write(own, b"r")
+        engine.wait_until(lambda: state() == "unpaused", "rank 1 goes on", DEADLINE_S)
+        screen.wait_for(engine, "resume rank 1: done")
+        os.write(own, b"d")
+        screen.wait_for(engine, r" 1 +draining .*drain rank 1: done")
+        os.write(own, b"r")
+        screen.wait_for(engine, r" 1 +up .*resume rank 1: done")
+    os.write(own, b"q")
+    assert top.wait(DEADLINE_S) == 0
+    screen.close()
+
+
+class Screen:
+    """What a program writes to a terminal, without the escape sequences, since the last thing that was waited for."""
+
+    def __init__(self, terminal: int) -> None:
+        self._text = ""
+        self._terminal = terminal
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, engine: Engine, pattern: str) -> None:
+        def found() -> bool:
+            match = re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text), re.DOTALL)
+            if match:
+                self._text = ""
+            return match is not None
+
+        engine.wait_until(found, f"the screen shows {pattern}", DEADLINE_S)
+
+    def close(self) -> None:
+        self._thread.join(DEADLINE_S)
+        os.close(self._terminal)
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._terminal, 65536):
+                self._text += data.decode(errors="replace")
+        except OSError:  # the program has ended
+            pass
+
+
+def test_each_frontend_has_a_dashboard(engine: Engine) -> None:
+    for frontend in (0, 1):
+        url = f"http://{engine.config.host}:{engine.port(frontend)}/dashboard"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            assert b"<title>rankbus</title>" in response.read()
+        with urllib.request.urlopen(f"{url}/events", timeout=10) as response:
+            snapshots = json.loads(response.readline().removeprefix(b"data: "))
+        assert snapshots[-1]["frontend"] == frontend
+        assert [rank["up"] for rank in snapshots[-1]["ranks"]] == [True, True]
+        assert snapshots[-1]["executor"]["steps"] > 0
+        assert any("peer down" in line[2] for line in snapshots[-1]["errors"])
 
 
 def serve_again(engine: Engine, ask: Callable[[Client], Any]) -> None:

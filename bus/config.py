@@ -72,6 +72,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enable_prefix_caching: bool = True
     async_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     """Steps a rank may have in flight."""
+    pin_threads: bool = True
+    """Each process handles its messages on one CPU, another for each process as far as there are others."""
     log_stats: bool = True
     single_step: bool = False
     """Ranks schedule only on command (debugging and tests)."""

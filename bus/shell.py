@@ -14,6 +14,7 @@ import zmq
 from zmq.backend import Socket as BareSocket
 from zmq.backend import zmq_poll
 
+from bus import affinity
 from bus.buses import BUSES
 from bus.config import Config
 from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Send, Stop, Tick, WakeAt
@@ -64,6 +65,9 @@ class Shell:
         self._phases = Phases()
         self._timing = Timing(config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._context = zmq.Context()
+        self._cpu = affinity.choose(identity.role, identity.index, config)
+        if self._cpu is not None:
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, self._cpu)
         self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
         self._of_bus: dict[str, list[tuple[zmq.Socket[bytes], Listener | Dialer]]] = {}
         self._events: deque[tuple[Event, bytes]] = deque()
@@ -108,17 +112,22 @@ class Shell:
     def run(self) -> str:
         """Feed the core until `stop` or a `Stop` effect; say Goodbye, close the sockets, return the reason."""
         try:
-            next_tick = time.monotonic()
-            while self._stop_reason is None:
-                now = time.monotonic()
-                if now >= next_tick:
-                    self._tick(now)
-                    next_tick = now + TICK_S
-                until = min(next_tick, self._wake_at if self._wake_at is not None else next_tick)
-                self._drain(zmq_poll(self._sources, max(0, round((until - time.monotonic()) * 1000))))
+            with affinity.pinned(self._cpu):
+                self._loop()
+            assert self._stop_reason is not None
             return self._stop_reason
         finally:
             self._close()
+
+    def _loop(self) -> None:
+        next_tick = time.monotonic()
+        while self._stop_reason is None:
+            now = time.monotonic()
+            if now >= next_tick:
+                self._tick(now)
+                next_tick = now + TICK_S
+            until = min(next_tick, self._wake_at if self._wake_at is not None else next_tick)
+            self._drain(zmq_poll(self._sources, max(0, round((until - time.monotonic()) * 1000))))
 
     def _drain(self, ready: list[tuple[Any, int]]) -> None:
         """Feed all that has arrived, then one `Drained`; a peer that floods a socket cannot hold it up for ever.

@@ -361,6 +361,8 @@ class Merger:
         tokens = unpack_ints(token_ids)
         if tokens.size == 0:
             raise Refused(f"row {row} gets no tokens")
+        if all_below(tokens, self._limits.vocab_size):
+            return tokens
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self._limits.vocab_size:
                 raise Refused(f"row {row}: token {token} does not exist; tokens are 0 to {self._limits.vocab_size - 1}")

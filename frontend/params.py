@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from bus.messages import GenerateParams, MultimodalFeature, Sampling
 from bus.sampling import fault_of
+from bus.wire import all_below
 
 MAX_CHILDREN = 64
 MAX_SEED = 2**63 - 1
@@ -50,7 +51,9 @@ def check_tokens(tokens: Sequence[int] | npt.NDArray[np.int32], limits: ModelLim
     """
     if len(tokens) == 0:
         return np.empty(0, np.int32)
-    lowest, highest = (min(tokens), max(tokens)) if isinstance(tokens, list) else (np.min(tokens), np.max(tokens))
+    if isinstance(tokens, np.ndarray) and all_below(tokens, limits.vocab_size):
+        return tokens
+    lowest, highest = min(tokens), max(tokens)
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise BadRequest(f"token id {wrong} is not in the vocabulary; ids go from 0 to {limits.vocab_size - 1}")

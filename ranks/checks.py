@@ -2,7 +2,7 @@
 
 from bus.messages import AddRequest, AppendInput, Ints, KvPool, MultimodalFeature, Sampling
 from bus.sampling import fault_of
-from bus.wire import unpack_ints
+from bus.wire import all_below, unpack_ints
 from ranks.scheduler import Refused
 
 
@@ -76,8 +76,7 @@ class Checks:
 
     def check_tokens(self, tokens: Ints) -> None:
         """Refuse tokens that are not in the vocabulary."""
-        array = unpack_ints(tokens)
-        if array.size and not 0 <= array.min() <= array.max() < self._pool.vocab_size:
+        if not all_below(unpack_ints(tokens), self._pool.vocab_size):
             raise Refused(f"there are token ids outside the vocabulary; they must be 0 to {self._pool.vocab_size - 1}")
 
     def check_sampling(self, sampling: Sampling, num_output: int) -> None:

@@ -175,9 +175,7 @@ def wire_bytes(rows: int) -> dict[str, float]:
 
     codec = Codec(BUSES["step"].up, 1 << 20)
     crossing = pack_ints(range(0, rows, 16))
-    schedule = PartialSchedule(
-        step=10_000, rows=pack_ints(range(rows)), block_rows=crossing, block_ids=crossing, more=True
-    )
+    schedule = PartialSchedule(step=10_000, again=True, block_rows=crossing, block_ids=crossing, more=True)
     result = StepResult(step=10_000, tokens=pack_ints([VOCABULARY - 1] * rows))
 
     def size(message: Message) -> int:

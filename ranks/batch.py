@@ -151,7 +151,8 @@ class Batch:
             return session.row
         if self._free:
             return self._free.popleft()
-        self.give_up_row(next(iter(self._kept.values())))
+        asleep = (other for other in self._kept.values() if not other.place)
+        self.give_up_row(next(asleep, None) or max(self._kept.values(), key=lambda other: other.place))
         return self._free.pop()
 
     def give_up_row(self, request: Request) -> None:

@@ -4,12 +4,13 @@
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
 # make bench-replay      what the journal costs, and whether a mixed run replays
+# make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay
+.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay bench-cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +44,10 @@ bench-scheduler: $(SELF)
 bench-replay: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.replay $(ARGS)
+
+bench-cpu: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.cpu $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

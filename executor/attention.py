@@ -8,7 +8,7 @@ step, by the program of the step itself, and holds all that follows from the bat
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,12 @@ class View(NamedTuple):
 
 
 class Attention(Protocol):
-    """How a step's tokens see the KV cache. Implementations are hashable: programs are compiled for each."""
+    """How a step's tokens see the KV cache. Implementations are hashable: programs are compiled for each.
+
+    `marks_padding` says that padding may be NaN, see `products.mark_unused`.
+    """
+
+    marks_padding: ClassVar[bool]
 
     def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
         """The last two axes of the cache for a device that has `kv_heads`."""
@@ -114,6 +119,8 @@ class XlaAttention:
 
     `one_each` says that every sequence has one token: the batch of a pure decode step.
     """
+
+    marks_padding: ClassVar[bool] = False
 
     block_size: int
     one_each: bool

@@ -1,7 +1,7 @@
 """Attention for a CPU as a kernel of its own (executor/kernels), which reads each block once, where it lies."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class KernelAttention:
     Sequences are cut into tiles of a few tokens, which go through what they see in pieces that the first-level cache
     holds, with a running softmax. How many places a step is padded to makes no difference.
     """
+
+    marks_padding: ClassVar[bool] = True
 
     @staticmethod
     def takes(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> bool:

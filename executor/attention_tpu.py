@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
@@ -49,6 +49,8 @@ class TpuAttention:
     block_size: int
     one_each: bool
     kernel: Callable[..., Array] = ragged_paged_attention
+
+    marks_padding: ClassVar[bool] = False
 
     def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
         return 2 * padded_heads(kv_heads), -(-head_dim // LANES) * LANES

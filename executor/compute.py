@@ -14,6 +14,7 @@ from jax import lax
 
 from executor import sampling
 from executor.attention import Attention, Batch, Plan, Tokens
+from executor.kernels.products import mark_unused
 from executor.mesh import MODEL
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
@@ -68,6 +69,8 @@ class Model(NamedTuple):
             history, batch, tokens
         )
         x, rotation = self._outer(outer).embed(ids, tokens.positions)
+        if attention.marks_padding:
+            x = mark_unused(x, tokens.valid)
         return x, Shared(rotation, attention.plan(batch, tokens), last)
 
     def run_layers(
@@ -99,7 +102,9 @@ class Model(NamedTuple):
 
         A device gets those of its lines.
         """
-        return self._outer(outer).logits(over_shards(lambda x, picks: x[picks[:, 0]])(ending, picks))
+        spare = ending.shape[1]  # the row that padding names
+        taken = over_shards(lambda x, picks: mark_unused(x[picks[:, 0]], picks[:, 1] != spare))(ending, picks)
+        return self._outer(outer).logits(taken)
 
     def _outer(self, outer: list[Array]) -> Any:
         return nnx.merge(self.outer_graph, jax.tree.unflatten(self.outer_tree, outer))

@@ -8,8 +8,11 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <vector>
+
+#include <sched.h>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -47,6 +50,14 @@ inline float sum(Vector value) {
 
 // Tasks in parallel
 
+constexpr int kPatience = 500;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Calls `task(i)` for each i below `count`, on this thread and those of the pool that are free. Every thread takes the
 // next one that is left, so one that the machine holds up delays the others by a single task.
 template <typename Task>
@@ -69,10 +80,12 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(take));
   take();
-  while (shared->done.load(std::memory_order_acquire) < count) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
+  for (int turn = 0; shared->done.load(std::memory_order_acquire) < count; ++turn) {
+    if (turn < kPatience) {
+      pause();
+    } else {
+      sched_yield();  // whoever holds the last task may be waiting for this processor
+    }
   }
 }
 
@@ -86,36 +99,27 @@ constexpr int64_t kTaskWork = 1 << 17;  // multiplications of a task, at least
 
 // out[rows × kPanel] = x[rows × depth] · panel[depth × kPanel], added to what is there if `add`.
 //
-// Few rows have few sums, each of which waits for the one before: they take turns with `turns` sums.
-template <int rows, int turns = rows == 1 ? 4 : rows < 4 ? 2 : 1>
+// Each element is summed in the same order whatever `rows` is, so it does not depend on what else is in a batch.
+template <int rows>
 void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth, float* out, int64_t out_stride,
               bool add) {
-  Vector total[turns][rows][2] = {};
+  Vector total[rows][2] = {};
   if (add) {
     for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < 2; ++j) total[0][i][j] = load(out + i * out_stride + j * kWidth);
+      for (int j = 0; j < 2; ++j) total[i][j] = load(out + i * out_stride + j * kWidth);
     }
   }
-  const auto step = [&](int64_t k, int turn) {
+  for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(panel + (k + kAhead) * kPanel);
     const Vector left = load(panel + k * kPanel), right = load(panel + k * kPanel + kWidth);
     for (int i = 0; i < rows; ++i) {
       const Vector factor = spread(x[i * x_stride + k]);
-      total[turn][i][0] += factor * left;
-      total[turn][i][1] += factor * right;
+      total[i][0] += factor * left;
+      total[i][1] += factor * right;
     }
-  };
-  int64_t k = 0;
-  for (; k + turns <= depth; k += turns) {
-    for (int turn = 0; turn < turns; ++turn) step(k + turn, turn);
   }
-  for (; k < depth; ++k) step(k, 0);
   for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < 2; ++j) {
-      Vector whole = total[0][i][j];
-      for (int turn = 1; turn < turns; ++turn) whole += total[turn][i][j];
-      store(out + i * out_stride + j * kWidth, whole);
-    }
+    for (int j = 0; j < 2; ++j) store(out + i * out_stride + j * kWidth, total[i][j]);
   }
 }
 
@@ -123,51 +127,20 @@ using Multiply = void (*)(const float*, int64_t, const float*, int64_t, float*, 
 constexpr Multiply kMultiply[] = {nullptr,     multiply<1>, multiply<2>, multiply<3>,
                                   multiply<4>, multiply<5>, multiply<6>};
 
-// Rows `begin` to `end` of x [·, depth] times one panel, to the columns of y [·, width] that the panel is for.
-void multiply_panel(const float* x, const float* panel, float* y, int64_t begin, int64_t end, int64_t depth,
-                    int64_t width, int64_t column) {
+// Rows `begin` to `end` of x [·, depth] times one panel, to where `out` says, in lines that lie `stride` apart.
+void multiply_panel(const float* x, const float* panel, float* out, int64_t begin, int64_t end, int64_t depth,
+                    int64_t stride) {
   const int64_t rows = end - begin, groups = (rows + kRows - 1) / kRows;
   const int64_t pieces = (depth + kDeep - 1) / kDeep, deep = (depth + pieces - 1) / pieces;
   for (int64_t from = 0; from < depth; from += deep) {
     const int64_t now = std::min(deep, depth - from);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = begin + rows * group / groups, count = begin + rows * (group + 1) / groups - first;
-      float* out = y + first * width + column;
-      kMultiply[count](x + first * depth + from, depth, panel + from * kPanel, now, out, width, from > 0);
+      kMultiply[count](x + first * depth + from, depth, panel + from * kPanel, now, out + first * stride, stride,
+                       from > 0);
     }
   }
 }
-
-// y [..., width] = x [..., depth] · weight, which lies in panels [panels, depth, kPanel].
-ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
-                   ffi::ResultBuffer<ffi::F32> y) {
-  const auto x_shape = x.dimensions(), w_shape = weight.dimensions(), y_shape = y->dimensions();
-  const int64_t depth = x_shape.back(), width = y_shape.back(), panels = w_shape.front();
-  if (w_shape.size() != 3 || w_shape[1] != depth || w_shape[2] != kPanel || width != panels * kPanel) {
-    return ffi::Error::InvalidArgument("a weight must be [panels, depth, panel width] as x and y need it");
-  }
-  const int64_t rows = x.element_count() / depth;
-  const float *from = x.typed_data(), *w = weight.typed_data();
-  float* to = y->typed_data();
-  const int64_t bands = (rows + kTall - 1) / kTall;
-  const int64_t tall = bands ? (rows + bands - 1) / bands : 0;
-  const int64_t grain = std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, tall * depth * kPanel), 1, panels);
-  const int64_t runs = (panels + grain - 1) / grain;
-  in_parallel(pool, bands * runs, [&](int64_t task) {
-    const int64_t begin = task / runs * tall, end = std::min(rows, begin + tall);
-    const int64_t first = task % runs * grain, last = std::min(panels, first + grain);
-    for (int64_t panel = first; panel < last; ++panel) {
-      multiply_panel(from, w + panel * depth * kPanel, to, begin, end, depth, width, panel * kPanel);
-    }
-  });
-  return ffi::Error::Success();
-}
-
-// Attention
-
-constexpr int64_t kChunk = 64;     // positions whose scores are held at once
-constexpr int64_t kTile = 8;       // tokens of a sequence whose queries are gone through together
-constexpr float kMasked = -1e30f;  // score of a position that is not to be seen
 
 // e^x for x ≤ 0; 0 below -87.
 inline Vector exponential(Vector x) {
@@ -190,6 +163,110 @@ inline Vector exponential(Vector x) {
   std::memcpy(&scale, &power, sizeof scale);
   return tiny ? Vector{} : value * scale;
 }
+
+// Rows of x without those at its end that begin with NaN. Their products are NaN, which takes no computing: steps mark
+// their padding so.
+int64_t live_rows(const float* x, int64_t rows, int64_t depth) {
+  while (rows > 0 && std::isnan(x[(rows - 1) * depth])) --rows;
+  return rows;
+}
+
+// Calls `panel_task(begin, end, panel)` for bands of rows and each of `panels` panels, in parallel.
+template <typename PanelTask>
+void over_panels(ffi::ThreadPool& pool, int64_t rows, int64_t depth, int64_t panels, const PanelTask& panel_task) {
+  if (rows == 0) return;
+  const int64_t bands = (rows + kTall - 1) / kTall, tall = (rows + bands - 1) / bands;
+  const int64_t grain = std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, tall * depth * kPanel), 1, panels);
+  const int64_t runs = (panels + grain - 1) / grain;
+  in_parallel(pool, bands * runs, [&](int64_t task) {
+    const int64_t begin = task / runs * tall, end = std::min(rows, begin + tall);
+    const int64_t first = task % runs * grain, last = std::min(panels, first + grain);
+    for (int64_t panel = first; panel < last; ++panel) panel_task(begin, end, panel);
+  });
+}
+
+struct Weight {
+  const float* panels;
+  float* out;
+  int64_t first, width;  // its first panel among those of all weights, and its columns
+};
+
+// Several products of x [..., depth]: out [..., width] = x · weight, which lies in panels [panels, depth, kPanel].
+ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+                    ffi::RemainingRets outs) {
+  const int64_t depth = x.dimensions().back(), all = x.element_count() / depth;
+  const float* from = x.typed_data();
+  const int64_t rows = live_rows(from, all, depth);
+  std::vector<Weight> parts;
+  int64_t panels = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    auto weight = weights.get<ffi::Buffer<ffi::F32>>(i);
+    auto out = outs.get<ffi::Buffer<ffi::F32>>(i);
+    if (!weight || !out) return ffi::Error::InvalidArgument("weights and products must be float32");
+    const auto shape = weight->dimensions();
+    const int64_t width = (*out)->dimensions().back();
+    if (shape.size() != 3 || shape[1] != depth || shape[2] != kPanel || width != shape[0] * kPanel) {
+      return ffi::Error::InvalidArgument("a weight must be [panels, depth, panel width] as x and the product need it");
+    }
+    parts.push_back({weight->typed_data(), (*out)->typed_data(), panels, width});
+    panels += shape[0];
+    std::fill((*out)->typed_data() + rows * width, (*out)->typed_data() + all * width,
+              std::numeric_limits<float>::quiet_NaN());
+  }
+  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel) {
+    size_t i = parts.size() - 1;
+    while (parts[i].first > panel) --i;
+    const int64_t own = panel - parts[i].first;
+    multiply_panel(from, parts[i].panels + own * depth * kPanel, parts[i].out + own * kPanel, begin, end, depth,
+                   parts[i].width);
+  });
+  return ffi::Error::Success();
+}
+
+// x / (1 + e^-z)
+inline Vector weigh(Vector x, Vector z) {
+  const Vector small = exponential(z < 0 ? z : -z);
+  return x * (z < 0 ? small : spread(1.0f)) / (1.0f + small);
+}
+
+inline Vector activate(Vector x, bool gelu) {
+  return weigh(x, gelu ? 1.59576912f * (x + 0.044715f * x * x * x) : x);
+}
+
+// out [..., width] = activation(x · gate) × (x · up), both weights in panels. The activation is GELU, as tanh has it, or
+// else SiLU.
+ffi::Error gated(ffi::ThreadPool pool, bool gelu, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> gate,
+                 ffi::Buffer<ffi::F32> up, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t depth = x.dimensions().back(), all = x.element_count() / depth;
+  const int64_t panels = gate.dimensions().front(), width = out->dimensions().back();
+  for (const auto& shape : {gate.dimensions(), up.dimensions()}) {
+    if (shape.size() != 3 || shape[0] != panels || shape[1] != depth || shape[2] != kPanel || width != panels * kPanel) {
+      return ffi::Error::InvalidArgument("a weight must be [panels, depth, panel width] as x and the product need it");
+    }
+  }
+  const float* from = x.typed_data();
+  float* to = out->typed_data();
+  const int64_t rows = live_rows(from, all, depth);
+  std::fill(to + rows * width, to + all * width, std::numeric_limits<float>::quiet_NaN());
+  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel) {
+    float factors[kTall * kPanel];
+    multiply_panel(from + begin * depth, up.typed_data() + panel * depth * kPanel, factors, 0, end - begin, depth,
+                   kPanel);
+    multiply_panel(from, gate.typed_data() + panel * depth * kPanel, to + panel * kPanel, begin, end, depth, width);
+    for (int64_t row = begin; row < end; ++row) {
+      float* line = to + row * width + panel * kPanel;
+      const float* factor = factors + (row - begin) * kPanel;
+      for (int j = 0; j < kPanel; j += kWidth) store(line + j, activate(load(line + j), gelu) * load(factor + j));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Attention
+
+constexpr int64_t kChunk = 64;     // positions whose scores are held at once
+constexpr int64_t kTile = 8;       // tokens of a sequence whose queries are gone through together
+constexpr float kMasked = -1e30f;  // score of a position that is not to be seen
 
 // scores[i][p] of `rows` queries, each `dim` long, with four keys.
 template <int rows>
@@ -378,7 +455,7 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
       token += count;
     }
     float* rest = out->typed_data() + (shard * shape.tokens + token) * shape.heads * shape.dim;
-    std::fill(rest, rest + (shape.tokens - token) * shape.heads * shape.dim, 0.0f);
+    std::fill(rest, rest + (shape.tokens - token) * shape.heads * shape.dim, std::numeric_limits<float>::quiet_NaN());
   }
 
   const int64_t cache_size = shape.blocks * shape.block_size * shape.position_stride();
@@ -413,9 +490,15 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rankbus_product, product,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rankbus_products, products,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rankbus_gated, gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Attr<bool>("gelu")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

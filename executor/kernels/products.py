@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,39 @@ PANEL = 16
 
 def matmul(x: Array, weight: Array) -> Array:
     """x [..., depth] times a weight [depth, width], or the same weight packed: [..., width]."""
-    if weight.ndim == 2:
-        return x @ weight
-    width = weight.shape[0] * weight.shape[2]
-    return jax.ffi.ffi_call("rankbus_product", jax.ShapeDtypeStruct((*x.shape[:-1], width), jnp.float32))(x, weight)
+    return matmuls(x, [weight])[0]
+
+
+def matmuls(x: Array, weights: Sequence[Array]) -> list[Array]:
+    """`matmul` of x with each of `weights`: packed ones in one call, which costs less than several.
+
+    Rows at the end of x that begin with NaN take no time; see `mark_unused`.
+    """
+    if any(weight.ndim == 2 for weight in weights):
+        return [x @ weight if weight.ndim == 2 else matmul(x, weight) for weight in weights]
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0] * PANEL), jnp.float32) for weight in weights]
+    return list(jax.ffi.ffi_call("rankbus_products", shapes)(x, *weights))
+
+
+def gated(activation: str, x: Array, gate: Array, up: Array) -> Array:
+    """activation(x gate) × (x up); see `activate`. Weights as in `matmul`."""
+    if gate.ndim == 2 or up.ndim == 2:
+        return activate(activation, matmul(x, gate)) * matmul(x, up)
+    shape = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0] * PANEL), jnp.float32)
+    return jax.ffi.ffi_call("rankbus_gated", shape)(x, gate, up, gelu=np.bool_(activation != "silu"))
+
+
+def activate(name: str, x: Array) -> Array:
+    """The activation that config.json calls `name`."""
+    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def mark_unused(x: Array, used: Array) -> Array:
+    """x [..., depth] with NaN in the rows that are not `used` [...]: what is computed from them means nothing.
+
+    It stays NaN all the way, and so products leave it out: how far a step is padded costs them nothing.
+    """
+    return jnp.where(used[..., None], x, jnp.nan)
 
 
 def scores(x: Array, table: Array) -> Array:
@@ -72,7 +102,7 @@ class _Packer:
         self._used = 0
 
     def pack(self, weight: np.ndarray, sharding: Sharding) -> Array:
-        """From [depth, width] to [width / PANEL, depth, PANEL], as `rankbus_product` takes it."""
+        """From [depth, width] to [width / PANEL, depth, PANEL], as `rankbus_products` takes it."""
         depth, width = weight.shape
         packed = self._room(weight.size * 4).reshape(width // PANEL, depth, PANEL)
         packed[...] = weight.reshape(depth, -1, PANEL).transpose(1, 0, 2)

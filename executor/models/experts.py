@@ -8,9 +8,10 @@ from flax import nnx
 from jax import lax
 
 from bus.model_files import ModelFacts
+from executor.kernels.products import activate
 from executor.mesh import DATA, MODEL
 from executor.models import parts
-from executor.models.layers import Build, Linear, activate, parameter
+from executor.models.layers import Build, Linear, parameter
 from executor.shards import Array
 
 

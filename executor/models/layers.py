@@ -72,10 +72,16 @@ class Linear(nnx.Module):
         self.bias = parameter((outputs,), dtype, parting and parting.along(0)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        x = products.matmul(x, self.kernel[...])
-        if self.sums:
-            x = lax.psum(x, MODEL)
-        return x if self.bias is None else x + self.bias[...]
+        return together(x, self)[0]
+
+
+def together(x: Array, *linears: Linear) -> list[Array]:
+    """What each of `linears` makes of x."""
+    results = []
+    for linear, result in zip(linears, products.matmuls(x, [linear.kernel[...] for linear in linears]), strict=True):
+        whole = lax.psum(result, MODEL) if linear.sums else result
+        results.append(whole if linear.bias is None else whole + linear.bias[...])
+    return results
 
 
 class Embedding(nnx.Module):
@@ -110,12 +116,8 @@ class GatedMlp(nnx.Module):
         self.activation = facts.activation
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
-
-
-def activate(name: str, x: Array) -> Array:
-    """The activation that config.json calls `name`."""
-    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
+        gate, up = self.gate_proj.kernel[...], self.up_proj.kernel[...]
+        return self.down_proj(products.gated(self.activation, x, gate, up))
 
 
 class SelfAttention(nnx.Module):
@@ -142,7 +144,7 @@ class SelfAttention(nnx.Module):
         self, x: Array, rotation: Rotation, kv: Array, attention: Attention, plan: Plan
     ) -> tuple[Array, Array]:
         """Returns the output and the layer's KV cache with this step's tokens in it."""
-        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kv = attention(rotate(q, rotation), rotate(k, rotation), v, kv, plan, self.view)

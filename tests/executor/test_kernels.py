@@ -77,8 +77,53 @@ def test_a_row_of_a_product_does_not_depend_on_the_others() -> None:
     products.pack_model(model)
     x = jnp.asarray(random((40, 576)))
     whole = np.asarray(products.matmul(x, model.kernel[...]))
-    for count in (6, 13, 23):
+    for count in (1, 2, 3, 6, 13, 23):
         np.testing.assert_array_equal(products.matmul(x[:count], model.kernel[...]), whole[:count])
+
+
+def test_several_products_at_once_and_the_gated_one() -> None:
+    weights = [random((72, width), width) for width in (32, 16, 64, 64)]
+    models = [Weights(weight) for weight in weights]
+    for model in models:
+        products.pack_model(model)
+    packed = [model.kernel[...] for model in models]
+    for rows in (1, 7, 130):
+        x = random((rows, 72), rows)
+        wide = x.astype(np.float64)
+        for got, weight in zip(products.matmuls(jnp.asarray(x), packed), weights, strict=True):
+            np.testing.assert_allclose(got, wide @ weight, atol=1e-4)
+        for activation in ("silu", "gelu_pytorch_tanh"):
+            wanted = products.activate(activation, jnp.asarray(x @ weights[2])) * (x @ weights[3])
+            got = products.gated(activation, jnp.asarray(x), packed[2], packed[3])
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_activations_far_from_zero() -> None:
+    """Of -200 to 200 nothing overflows or is NaN."""
+    gate = Weights(np.eye(16, dtype=FLOAT))
+    up = Weights(np.ones((16, 16), FLOAT) / 16)
+    products.pack_model(gate)
+    products.pack_model(up)
+    x = np.repeat(np.array([-200, -88, -20, -1, 0, 1, 20, 88, 200], FLOAT)[:, None], 16, axis=1)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        got = products.gated(activation, jnp.asarray(x), gate.kernel[...], up.kernel[...])
+        np.testing.assert_allclose(got, products.activate(activation, jnp.asarray(x)) * x, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("used", [0, 1, 6, 8])
+def test_rows_that_are_not_used_stay_nan_and_the_others_do_not_see_them(used: int) -> None:
+    models = [Weights(random((24, 32), seed)) for seed in range(2)]
+    for model in models:
+        products.pack_model(model)
+    first, second = (model.kernel[...] for model in models)
+    x = jnp.asarray(random((1, 8, 24)))
+    marked = products.mark_unused(x, jnp.arange(8)[None] < used)
+    for function in (lambda x: products.matmul(x, first), lambda x: products.gated("silu", x, first, second)):
+        got, whole = np.asarray(function(marked)), np.asarray(function(x))
+        np.testing.assert_array_equal(got[:, :used], whole[:, :used])
+        assert np.isnan(got[:, used:]).all()
+    nan_between = x.at[0, 3, 0].set(jnp.nan)
+    np.testing.assert_array_equal(np.isnan(products.matmul(nan_between, first))[0].all(axis=1), np.arange(8) == 3)
 
 
 # Attention

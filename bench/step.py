@@ -1,4 +1,4 @@
-"""Speed of the bare model step, and start-up times: ``python bench/step.py MODEL_FOLDER``.
+"""Speed of the bare model step, and start-up times: ``python -m bench.step MODEL_FOLDER``.
 
 Decode at several numbers of sequences (contexts of about 200), with two steps in flight as the executor keeps them, and
 prefill. Beside each the GEMM-only bound: the step's matrix products alone, measured right after it, so that the ratio
@@ -9,13 +9,12 @@ import argparse
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from bench.cpu import Products
 from bus.config import Config
 from bus.messages import Sampling
 from executor.progress import show
@@ -96,29 +95,9 @@ def prefill(runner: Runner, config: Config, prompt: int) -> float:
     return best
 
 
-def gemm_bound(runner: Runner, tokens: int, logits: int) -> float:
+def gemm_bound(products: Products, tokens: int, logits: int) -> float:
     """Tokens per second of a step of so many tokens, `logits` of which go through the head, by its products alone."""
-
-    def products(layers: Any, embedding: jax.Array, x: jax.Array) -> jax.Array:
-        by_width = {x.shape[1]: x}
-        for group in layers:
-            for layer in group:
-                for matrix in layer:
-                    if matrix.ndim == 2:
-                        inputs, outputs = matrix.shape
-                        given = by_width.get(inputs, jnp.ones((tokens, inputs), x.dtype))
-                        by_width[outputs] = (given @ matrix) * 1e-3
-        return by_width[x.shape[1]][:logits] @ embedding.T
-
-    embedding = next(leaf for leaf in runner._outer if leaf.shape[0] == runner.vocab_size)
-    compiled = jax.jit(products)
-    x = jnp.ones((tokens, embedding.shape[1]), embedding.dtype)
-    times = []
-    for _ in range(8):
-        started = time.perf_counter()
-        compiled(runner._layers, embedding, x).block_until_ready()
-        times.append(time.perf_counter() - started)
-    return tokens / min(times[1:])
+    return tokens / min(products.ask(tokens, logits)["seconds"].values())
 
 
 def main() -> None:
@@ -135,17 +114,23 @@ def main() -> None:
     loaded = time.perf_counter()
     runner.warm_up(progress)
     print(f"load {loaded - started:.1f} s, programs {time.perf_counter() - loaded:.1f} s, on {jax.devices()[0]}")
-    for count in arguments.sequences:
+    with Products(arguments.model) as products:
+        compare(runner, config, products, arguments.sequences, arguments.prompts)
+
+
+def compare(runner: Runner, config: Config, products: Products, sequences: list[int], prompts: list[int]) -> None:
+    """Print each speed beside its bound."""
+    for count in sequences:
         greedy = decode(runner, config, count, GREEDY)
-        bound = gemm_bound(runner, count, count)
+        bound = gemm_bound(products, count, count)
         drawn = decode(runner, config, count, Sampling(seed=0, max_tokens=1, temperature=0.8, top_p=0.9))
         print(
             f"decode {count:3d} sequences: greedy {greedy:6.1f} tok/s, top-p {drawn:6.1f} tok/s, products alone "
             f"{bound:6.1f} tok/s: {greedy / bound:.0%}"
         )
-    for prompt in arguments.prompts:
+    for prompt in prompts:
         speed = prefill(runner, config, prompt)
-        bound = gemm_bound(runner, min(prompt, config.max_num_batched_tokens), 1)
+        bound = gemm_bound(products, min(prompt, config.max_num_batched_tokens), 1)
         print(f"prefill {prompt:5d} tokens: {speed:7.1f} tok/s, products alone {bound:7.1f} tok/s: {speed / bound:.0%}")
 
 

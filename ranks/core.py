@@ -98,6 +98,8 @@ class RankCore:
         self._kv_number = 0
         self._kv_due = float("-inf")
         self._effects: list[Effect] = []
+        self._held: list[Effect] = []
+        """Outputs that wait for the next schedule to go first: the executor is idle until it has that."""
         self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
             AddRequest: self._add,
             AppendInput: self._append,
@@ -121,6 +123,8 @@ class RankCore:
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event; see `bus.core.Core`."""
+        if self._held and not isinstance(event, Drained):
+            self._release()
         match event:
             case Received(peer, message):
                 self._on_message[type(message)](peer, message)
@@ -216,6 +220,7 @@ class RankCore:
                 else:
                     self._begin_step()
                     self._send(self._executor, schedule)
+        self._release()
         self._tell_turns()
         self._settle()
         self._publish_kv()
@@ -238,11 +243,17 @@ class RankCore:
             self._begin_anew(f"the executor's result of step {result.step} did not fit ({broken}); send it again")
             return
         self._in_flight.popleft()
-        self._tell_outputs(outputs)
         self._may_schedule = True
-        if not self._scheduler.is_steady():
-            self._tell_turns()
-            self._loads.changed = True
+        if self._scheduler.is_steady():
+            self._held += [Send(self._frontends[frontend].peer, message) for frontend, message in outputs]
+            return
+        self._tell_outputs(outputs)
+        self._tell_turns()
+        self._loads.changed = True
+
+    def _release(self) -> None:
+        self._effects += self._held
+        self._held.clear()
 
     def _begin_anew(self, message: str) -> None:
         """What the executor holds for this rank is no longer what the scheduler thinks: all requests end."""

@@ -63,6 +63,7 @@ class FakeScheduler:
         self.requests: dict[tuple[int, int], AddRequest] = {}
         self.steps: dict[int, list[tuple[int, int]]] = {}
         self.ending: set[tuple[int, int]] = set()
+        self.steady = False
         self.pause: PauseState = "unpaused"
         self.calls = 0
         self.turns: StepOutputs = []
@@ -79,7 +80,7 @@ class FakeScheduler:
         return (frontend, handle) in self.requests
 
     def is_steady(self) -> bool:
-        return False
+        return self.steady
 
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         if turn.close:
@@ -249,6 +250,20 @@ def messages(effects: list[Any], kind: type) -> list[Any]:
 
 def replies(effects: list[Any]) -> list[Any]:
     return [message.value for message in messages(effects, Reply)]
+
+
+def test_in_steady_decode_the_next_schedule_goes_out_before_what_the_last_step_gave() -> None:
+    rank = Rank(async_depth=1)
+    rank.start(0)
+    rank.add(0, 1)
+    rank.scheduler.steady = True
+    sent = rank.result(0, 1)
+    assert [type(effect.message) for effect in sent] == [PartialSchedule, Outputs]
+    result = Received(EXECUTOR, StepResult(step=1, tokens=pack_ints([5])))
+    abort = Received(frontend(0), AbortRequests(handles=pack_ints([1])))
+    first, second = messages(rank.give(result, abort), Outputs)
+    assert (unpack_ints(first.handles).tolist(), first.ended) == ([1], [])
+    assert [ended.handle for ended in second.ended] == [1]
 
 
 def test_two_steps_are_in_flight_and_no_more(rank: Rank) -> None:

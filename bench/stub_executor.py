@@ -76,7 +76,7 @@ def run(config: Config, me: Identity) -> None:
     construction = Construction("stub", limits)
     recorder = journal.start(config, me, construction, plain)
     shell = Shell(me, config, build(config, construction), lambda effect: pipeline.submit(effect), recorder)
-    pipeline = Pipeline(runner, shell.post)
+    pipeline = Pipeline(runner, shell.post, config.async_depth)
     shell.bind("step", config.step_endpoint())
     for frontend in range(config.frontends):
         shell.connect("command", config.command_endpoint(frontend), frontend)

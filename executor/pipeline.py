@@ -1,10 +1,11 @@
-"""The threads that keep the device fed: one hands steps to the model's runner, another waits for what they drew."""
+"""The threads that keep the device fed: they hand steps to the model's runner and wait for what they drew."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from executor.core import DeviceFailed, RunStep, StepDone
 from executor.step import MergedStep, SampledStep
@@ -18,31 +19,28 @@ class StepRunner(Protocol):
     def collect(self, handle: Any) -> SampledStep: ...
 
 
-class _Dispatched(NamedTuple):
-    """A step at the device: its number, the runner's handle, and when giving it to the device began and ended."""
-
-    number: int
-    handle: Any
-    begin: float
-    end: float
-
-
 class Pipeline:
     """Runs steps in the order of `submit` and posts a `StepDone` for each, and one `DeviceFailed` if that cannot go on.
 
-    Step k + 1 is dispatched while k runs, so that the device goes from one to the next without the host.
+    A step is dispatched and collected by one thread, since handing it to another costs as much as some steps. There are
+    as many threads as steps may be in flight: while one waits for its step, another dispatches the next, so that the
+    device goes from one to the next without the host.
     """
 
-    def __init__(self, runner: StepRunner, post: Callable[[StepDone | DeviceFailed], None]) -> None:
+    def __init__(self, runner: StepRunner, post: Callable[[StepDone | DeviceFailed], None], depth: int) -> None:
+        """`depth` is how many steps may be in flight."""
         self.error: Exception | None = None
         """What the device failed with, if it did."""
         self._runner = runner
         self._post = post
         self._submitted: SimpleQueue[RunStep | None] = SimpleQueue()
-        self._dispatched: SimpleQueue[_Dispatched | None] = SimpleQueue()
+        self._dispatching = threading.Lock()
+        self._failing = threading.Lock()
+        self._last_told = threading.Lock()
+        """Held until the step dispatched last has been told of."""
+        self._idle_since = 0.0
         self._threads = [
-            threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
-            for name, loop in (("dispatch", self._dispatch), ("collect", self._collect))
+            threading.Thread(target=self._work, name=f"device {number}", daemon=True) for number in range(depth)
         ]
         for thread in self._threads:
             thread.start()
@@ -59,29 +57,51 @@ class Pipeline:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _dispatch(self) -> None:
-        while (run := self._submitted.get()) is not None:
+    def _work(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Run the next step; False if there is none to come."""
+        with self._dispatching:
+            run = self._submitted.get()
+            if run is None or self.error is not None:
+                self._submitted.put(None)  # the other threads are to end, too
+                return False
             begin = time.monotonic()
-            handle = self._runner.dispatch(run.step)
-            self._dispatched.put(_Dispatched(run.number, handle, begin, time.monotonic()))
-
-    def _collect(self) -> None:
-        idle_since = 0.0
-        while (dispatched := self._dispatched.get()) is not None:
-            number, handle, begin, end = dispatched
-            sampled = self._runner.collect(handle)
+            try:
+                handle = self._runner.dispatch(run.step)
+            except Exception as error:
+                return self._fail(error)
+            end = time.monotonic()
+            before, self._last_told = self._last_told, threading.Lock()
+            told = self._last_told
+            told.acquire()
+        with before, _released(told):
+            if self.error is not None:
+                return False
+            try:
+                sampled = self._runner.collect(handle)
+            except Exception as error:
+                return self._fail(error)
             done = time.monotonic()
-            self._post(StepDone(number, sampled, done - max(end, idle_since), begin, end - begin, done))
-            idle_since = done
+            self._post(StepDone(run.number, sampled, done - max(end, self._idle_since), begin, end - begin, done))
+            self._idle_since = done
+        return True
 
-    def _guard(self, loop: Callable[[], None]) -> None:
-        """End both threads when one ends."""
-        try:
-            loop()
-        except Exception as error:
+    def _fail(self, error: Exception) -> bool:
+        with self._failing:
             if self.error is None:
                 self.error = error
                 self._post(DeviceFailed(f"{type(error).__name__}: {error}"))
-        finally:
-            self._submitted.put(None)
-            self._dispatched.put(None)
+        self._submitted.put(None)
+        return False
+
+
+@contextmanager
+def _released(lock: threading.Lock) -> Iterator[None]:
+    """Release a lock that is held at the end of the `with` block."""
+    try:
+        yield
+    finally:
+        lock.release()

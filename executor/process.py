@@ -55,7 +55,7 @@ class Executor:
         construction = Construction(source.name, limits)
         recorder = journal.start(config, me, construction, plain, facts)
         self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
-        self._pipeline = Pipeline(runner, self._shell.post)
+        self._pipeline = Pipeline(runner, self._shell.post, config.async_depth)
         self._shell.bind("step", config.step_endpoint())
         for frontend in range(config.frontends):
             self._shell.connect("command", config.command_endpoint(frontend), frontend)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
 from executor.core import DeviceFailed, RunStep, StepDone
 from executor.pipeline import Pipeline
@@ -42,7 +43,7 @@ class Echo:
 
 def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() -> None:
     runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
-    pipeline = Pipeline(runner, posted.put)
+    pipeline = Pipeline(runner, posted.put, depth=2)
     begun = time.monotonic()
     pipeline.submit(RunStep(1, step(11)))
     pipeline.submit(RunStep(2, step(12)))
@@ -62,11 +63,11 @@ def test_the_next_step_is_dispatched_while_one_runs_and_results_come_in_order() 
     assert pipeline.error is None
 
 
-def test_a_failure_is_told_once_and_ends_both_threads() -> None:
+def test_a_step_that_cannot_be_dispatched_is_told_of_once_and_ends_the_threads() -> None:
     runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
     runner.fail_on = 12
     before = threading.active_count()
-    pipeline = Pipeline(runner, posted.put)
+    pipeline = Pipeline(runner, posted.put, depth=2)
     for number, row in ((1, 11), (2, 12), (3, 13)):
         pipeline.submit(RunStep(number, step(row)))
     runner.let_go.put(11)
@@ -76,3 +77,32 @@ def test_a_failure_is_told_once_and_ends_both_threads() -> None:
     assert posted.empty()
     assert isinstance(pipeline.error, ValueError)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_cannot_be_collected_is_told_of_once_and_ends_the_threads(depth: int) -> None:
+    runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
+    before = threading.active_count()
+    pipeline = Pipeline(runner, posted.put, depth)
+    for number, row in ((1, 11), (2, 12), (3, 13)):
+        pipeline.submit(RunStep(number, step(row)))
+    runner.let_go.put(99)
+    failed = posted.get(timeout=DEADLINE_S)
+    assert isinstance(failed, DeviceFailed)
+    assert failed.reason.startswith("AssertionError")
+    assert pipeline.stop(DEADLINE_S)
+    assert posted.empty()
+    assert threading.active_count() == before
+
+
+def test_with_one_step_in_flight_the_next_is_dispatched_when_it_is_done() -> None:
+    runner, posted = Echo(), queue.Queue[StepDone | DeviceFailed]()
+    pipeline = Pipeline(runner, posted.put, depth=1)
+    for number, row in ((1, 11), (2, 12), (3, 13)):
+        pipeline.submit(RunStep(number, step(row)))
+    for row in (11, 12, 13):
+        assert runner.dispatched.get(timeout=DEADLINE_S) == row
+        assert runner.dispatched.empty()
+        runner.let_go.put(row)
+        assert isinstance(posted.get(timeout=DEADLINE_S), StepDone)
+    assert pipeline.stop(DEADLINE_S)

@@ -3,6 +3,7 @@
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
+# make aot     compile every model's steps for several TPUs, and show what they cost
 # make bench-replay      what the journal costs, and whether a mixed run replays
 # make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
 # make clean   remove the virtual environment and what a run left in run/
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay bench-cpu
+.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay bench-cpu aot
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +41,9 @@ lint: $(SELF) $(DEV)
 bench-scheduler: $(SELF)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.scheduler $(ARGS)
+
+aot: $(SELF)
+	@$(BIN)/python -m executor.aot bench/results/aot.json bench/configs/* $(ARGS)
 
 bench-replay: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare

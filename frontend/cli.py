@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": Command("frontend.generate", "complete a text; its continuation appears as it comes"),
     "chat": Command("frontend.chat", "talk to the model, line by line"),
     "top": Command("frontend.top", "show live what each process does; pause, resume or drain a rank by a key"),
+    "plan": Command("executor.plan", "say what a model needs and can do on a TPU that need not be there"),
     "journal": Command("bus.journal.command", "show what a process recorded, or how two recordings differ"),
     "trace": Command("bus.trace.command", "show where the time of a journaled run went, as a trace for Perfetto"),
     "replay": Command("bus.replay_command", "run a process again from its journal, and tell where it does otherwise"),

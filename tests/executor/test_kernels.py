@@ -1,8 +1,10 @@
 """The kernels for CPUs against plain products and dense attention, and a machine on which they cannot be compiled."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,9 +154,11 @@ def check_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     seed: int = 0,
+    run: Callable[..., Any] = attend,
 ) -> None:
     """Compare a step with dense attention: for each shard its sequences (tokens before the step, tokens in it).
 
+    `run` is what is compared, with `attend`'s parameters.
     Blocks are dealt out at random, and all that is not a sequence's is NaN: other blocks, and the rest of its last one.
     """
     rng = np.random.default_rng(seed)
@@ -188,8 +192,10 @@ def check_attention(
                     (shard, own, blocks, keys, dense(q[shard, own], keys, values, old, scale, window, soft_cap))
                 )
             begin += new
-    call = jax.jit(partial(attend, scale=scale, window=window, soft_cap=soft_cap), donate_argnums=3)
-    out, new_kv = call(*map(jnp.asarray, (q, k, v, kv, positions, num_tokens, tables)))
+    call = partial(run, scale=scale, window=window, soft_cap=soft_cap)
+    out, new_kv = (jax.jit(call, donate_argnums=3) if run is attend else call)(
+        *map(jnp.asarray, (q, k, v, kv, positions, num_tokens, tables))
+    )
     out, new_kv = np.asarray(out), np.asarray(new_kv)
     untouched = np.ones(kv.shape[:3], bool)
     for shard, own, blocks, keys, answer in wanted:

@@ -21,7 +21,7 @@ from executor.merge import Limits
 from executor.pipeline import StepRunner
 from executor.step import Float32, Int32, MergedStep, RowSetup
 
-TABLES = 32
+TABLES = 8
 """Block tables that are looked at in a step, the next ones in the next: all cost more than everything else."""
 
 

@@ -115,7 +115,7 @@ class Latencies:
             self.ended(key_of(message.request_id), at, message.reason)
         elif isinstance(message, TurnFinished):
             self.ended(key_of(message.request_id), at, message.reason, turn=True)
-        elif isinstance(message, Error) and message.request_id:
+        elif isinstance(message, Error) and message.request_id and not message.turn:  # a session goes on without one
             self.ended(key_of(message.request_id), at, message.code, whole=True)
 
 

@@ -56,6 +56,7 @@ def test_imbalance_is_of_ranks_that_are_up() -> None:
     assert imbalance([RankSight(rank=0)]) == "–"
 
 
-def test_no_frontend_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_frontend_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("frontend.top.CONNECT_S", 0.5)
     assert main(["--once", "--port", "1"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err

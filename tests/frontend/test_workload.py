@@ -134,6 +134,8 @@ def test_requests_are_sent_at_their_times_and_timed() -> None:
     assert bench.drain(after=0.35) == [Send(CLIENT, Abort(request_id="0"))]
     bench.hear(Finished(request_id="0", reason="abort"), after=0.1)
     assert bench.drain() == []
+    bench.hear(Error(code="invalid", message="too long", request_id="1", turn=3), after=0.0)
+    assert bench.drain() == []  # a turn was refused, the session goes on
     bench.hear(Error(code="unavailable", message="no rank", request_id="1"), after=0.1)
     assert bench.drain() == [Stop("all requests have ended")]
     latencies = bench.core.latencies

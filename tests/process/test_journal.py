@@ -66,7 +66,7 @@ def served(client: Client, rank: int) -> bool:
 
 
 def run_traffic(engine: Engine) -> None:
-    """Tokens and text, greedy and drawn, log-probabilities, children, aborts, commands; all at once."""
+    """Tokens and text, greedy and drawn, log-probabilities, children, sessions, aborts, commands; all at once."""
     endpoint = engine.config.client_endpoint(0)
     failures: list[BaseException] = []
 
@@ -80,6 +80,12 @@ def run_traffic(engine: Engine) -> None:
                     stream = client.generate(prompt, text_output=False, max_tokens=60, ignore_eos=True)
                     client.abort(next(iter(stream)).request_id)
                     assert len(list(stream)) < 60
+                with client.session(prompt[:3], text_output=False, max_tokens=12, ignore_eos=True) as session:
+                    session.first.end()
+                    stopped = session.append([9] * 5)
+                    next(iter(stopped))
+                    stopped.stop(1)
+                    assert session.append([8] * 3).end().output_tokens == 12
         except BaseException as error:
             failures.append(error)
 

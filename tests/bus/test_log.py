@@ -35,3 +35,19 @@ def test_a_script_is_told_of_troubles_alone() -> None:
 def test_a_logger_made_before_follows_the_configuration() -> None:
     done = _run("early = log.get_logger(); log.configure('rank', 1, 7, 'info'); early.info('told')")
     assert json.loads(done.stderr)["role"] == "rank"
+
+
+def test_the_latest_troubles_are_kept_with_what_they_are_about() -> None:
+    trouble = "log.get_logger().error('refused', peer='rank/1', detail='too long', step=4)"
+    failure = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.get_logger().exception('failed')"
+    done = _run(
+        f"log.configure('rank', 1, 7, 'info'); {TALK}; {trouble}\n{failure}\nprint([x[1:] for x in log.recent])"
+    )
+    assert done.stdout.strip() == str(
+        [
+            ("warning", "warned"),
+            ("warning", "hm"),
+            ("error", "refused, peer=rank/1, detail=too long"),
+            ("error", "failed: ZeroDivisionError: division by zero"),
+        ]
+    )

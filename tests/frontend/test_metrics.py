@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import Histogram as PrometheusHistogram
 
 from bus.messages import ExecutorStatus, Load
-from frontend.metrics import BusCollector, EngineStatus, RankStats
+from frontend.metrics import BusCollector, EngineStatus, RankStats, histograms
 from frontend.seam import StatusUpdate
+from frontend.sight import Histogram
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +90,19 @@ def test_only_frontend_0_exports_ranks_and_executor() -> None:
     assert 'process="frontend/1"' in text
     assert "rankbus_rank" not in text
     assert "rankbus_executor" not in text
+
+
+def test_vllms_latencies_are_summed_over_ranks() -> None:
+    assert histograms()[0] == Histogram()
+    metric = PrometheusHistogram("vllm:time_to_first_token_seconds", "doc", labelnames=["rank"], buckets=[0.5, 2.0])
+    try:
+        for rank, seconds in (("0", 0.25), ("1", 0.5), ("1", 1.0), ("0", 4.0)):
+            metric.labels(rank).observe(seconds)
+        first, between = histograms()
+    finally:
+        REGISTRY.unregister(metric)
+    assert first == Histogram([0.5, 2.0], [2.0, 3.0], 4.0, 5.75)
+    assert between == Histogram()
 
 
 def grafana() -> dict[str, Any]:

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         return 2
     for name, damage in workload.damage:
         print(f"{name}: {damage}", file=sys.stderr)
-    _tell(workload, core, options.speed, Console())
+    _tell(workload, core, options.speed, Console(soft_wrap=True))
     return 1 if core.latencies.unanswered or workload.damage else 0
 
 

@@ -135,13 +135,10 @@ class _Maker:
             ran = [key for key in self._pieces if name in self._timeline.members.get(key, ())]
             for key in sorted(ran, key=lambda key: self._ends(key).begin):
                 span = self._ends(key)
-                if position is None or position > span.begin:
-                    begin = max(span.begin, position or span.begin)
-                else:
-                    begin = span.begin
-                    if position < begin:
-                        why = {"entered": "waiting", "resumed": "preempted"}.get(kinds.get(key, ""), "not scheduled")
-                        yield self._request(tid, Span(position, begin), why, {})
+                begin = span.begin if position is None else max(span.begin, position)
+                if position is not None and position < span.begin:
+                    why = {"entered": "waiting", "resumed": "preempted"}.get(kinds.get(key, ""), "not scheduled")
+                    yield self._request(tid, Span(position, span.begin), why, {})
                 if begin < span.end:
                     about = {"step": key.number, "rank": key.rank.number}
                     yield self._request(tid, Span(begin, span.end), f"step {key.number} of {key.rank}", about)

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         if not timeline.requests[name]:
             print(f"request {name} is not in these journals", file=sys.stderr)
     taken = Pieces(timeline)
-    _tell(timeline, coverage(map(taken.of, timeline.steps.values())), Console())
+    _tell(timeline, coverage(map(taken.of, timeline.steps.values())), Console(soft_wrap=True))
     print(f"{count} events in {options.output}")
     return 1 if timeline.damage else 0
 

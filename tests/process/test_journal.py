@@ -145,5 +145,6 @@ def test_a_live_engine_answers_the_recorded_requests_again(journals: Path) -> No
     assert now is not None, told
     assert before is not None, told
     assert int(now[1]) > 0.5 * int(before[1])  # aborts come at other tokens
-    assert re.findall(r"(\d+) length", now[2]) == re.findall(r"(\d+) length", before[2])
+    (again,), (first,) = (re.findall(r"(\d+) length", one[2]) for one in (now, before))
+    assert int(again) >= int(first) > 0  # at first, a rank may have refused some
     assert len(re.findall(r"(?:recorded|now) +│ +\d+\.\d │", told)) == 6

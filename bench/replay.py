@@ -83,13 +83,13 @@ def given(journal: Journal) -> list[Given]:
 
 
 def cost_us(journal: Journal, steps: int) -> float:
-    """Microseconds of CPU per step of recording all that is in a journal; the median of 5."""
+    """Microseconds of CPU per step of recording all that is in a journal; the least of 7 times."""
     header = journal.header()
     all_given = given(journal)
     plain = subject_of(header, run_model=False).plain
     costs = []
     gc.freeze()
-    for _ in range(5):
+    for _ in range(7):
         with tempfile.TemporaryDirectory(prefix="rb-") as folder:
             config = msgspec.structs.replace(config_of(header), journal="on", journal_dir=folder)
             again = recorder.start(config, Identity(header.role, header.index, 1), msgspec.Raw(b"\x80"), plain)
@@ -103,7 +103,7 @@ def cost_us(journal: Journal, steps: int) -> float:
             again.close()
             costs.append((time.process_time() - begin) / steps * 1e6)
     gc.unfreeze()
-    return statistics.median(costs)
+    return min(costs)  # whatever else runs on the machine only adds to it
 
 
 def stub_workload(folder: Path) -> tuple[dict[str, float], float]:

@@ -37,23 +37,6 @@ def build(config: Config, construction: Construction) -> ExecutorCore:
     return ExecutorCore(config, construction.model, construction.limits)
 
 
-class _Unchanged:
-    """Checksums of an array that is often the very one of the step before; arrays of a step are never written to."""
-
-    def __init__(self) -> None:
-        self._array: Int32 | None = None
-        self._checksum = 0
-
-    def checksum(self, array: Int32) -> int:
-        """The array's CRC-32."""
-        if array is not self._array:
-            self._array, self._checksum = array, crc32(array.data)
-        return self._checksum
-
-
-_ROWS, _NUM_TOKENS = _Unchanged(), _Unchanged()
-
-
 def plain(value: Any) -> Any:
     """For the journal, a step is its size and checksums of what is in it: all that follows from the schedules.
 
@@ -62,23 +45,21 @@ def plain(value: Any) -> Any:
     if not isinstance(value, RunStep):
         return value
     step = value.step
-    first = value.number * TABLES % max(step.rows.size, 1)
-    tables = step.block_tables[first : first + TABLES]
-    checksums = {
-        "rows": _ROWS.checksum(step.rows),
-        "positions": crc32(step.positions.data),
-        "num_tokens": _NUM_TOKENS.checksum(step.num_tokens),
-        "block_tables": crc32(tables.data),
-    }
-    if step.setups:
-        checksums["setups"] = crc32(ENCODER.encode(step.setups))
-    return {
+    size = step.rows.size
+    first = value.number * TABLES % size if size else 0
+    said = {
         "number": value.number,
         "parts": value.parts,
         "waited_for": value.waited_for,
-        "sequences": step.rows.size,
-        "checksums": checksums,
+        "sequences": size,
+        "rows": crc32(step.rows.data),
+        "positions": crc32(step.positions.data),
+        "num_tokens": crc32(step.num_tokens.data),
+        "block_tables": crc32(step.block_tables[first : first + TABLES].data),
     }
+    if step.setups:
+        said["setups"] = crc32(ENCODER.encode(step.setups))
+    return said
 
 
 def subject(header: Header) -> Subject:

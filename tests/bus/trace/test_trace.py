@@ -29,7 +29,7 @@ class Run(TimedJournals):
         self.turn(("rank", rank), begin, end, ("drained", None, 0.0), (EXECUTOR, message))
 
     def run_step(self, begin: float, end: float, number: int, parts: list[Any], waited_for: list[int]) -> None:
-        value = {"number": number, "parts": parts, "waited_for": waited_for, "sequences": 1, "checksums": {}}
+        value = {"number": number, "parts": parts, "waited_for": waited_for, "sequences": 1}
         self.turn(("executor", 0), begin, end, ("drained", None, 0.0), ("RunStep", value))
 
     def done(self, begin: float, end: float, number: int, dispatch: tuple[float, float], device: float) -> None:

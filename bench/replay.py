@@ -129,26 +129,27 @@ def stub_workload(folder: Path) -> tuple[dict[str, float], float]:
 
 
 def tokens_per_s(engine: Engine) -> float:
-    """Of 16 streams at once; the median of some rounds, after one for nothing."""
+    """Of 16 streams at once."""
     from frontend.client import Client
 
-    rates = []
     with Client(engine.config.client_endpoint(0), 600.0) as client:
         params = {"text_output": False, "ignore_eos": True, "temperature": 1.0, "n": STREAMS}
-        for _ in range(1 + ROUNDS):
-            begin = time.perf_counter()
-            client.complete([1, 2, 3, 4, 5], max_tokens=STREAM_TOKENS, **params)
-            rates.append(STREAMS * STREAM_TOKENS / (time.perf_counter() - begin))
-    return statistics.median(rates[1:])
+        begin = time.perf_counter()
+        client.complete([1, 2, 3, 4, 5], max_tokens=STREAM_TOKENS, **params)
+        return STREAMS * STREAM_TOKENS / (time.perf_counter() - begin)
 
 
 class Mixed(NamedTuple):
-    """What came of the mixed run: of its replays, of the trace, and tokens per second with the journal on and off."""
+    """What came of the mixed run: of its replays, of the trace, and tokens per second with the journal on and off.
+
+    `overhead_percent` is the median of the rounds', in each of which both ran one right after the other.
+    """
 
     differences: int
     frames: int
     traced: Coverage
     rates: dict[str, float]
+    overhead_percent: float
 
 
 def mixed_run(folder: Path, seconds: float) -> Mixed:
@@ -156,19 +157,26 @@ def mixed_run(folder: Path, seconds: float) -> Mixed:
     settings = load()
     model = model_files.resolve(settings).folder
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_blocks": 64}
-    rates = {}
-    for journal in ("off", "on"):
-        with Engine(model, settings.cache_path, journal=journal, journal_dir=str(folder), **limits) as engine:
-            engine.start()
-            engine.wait_ready(600.0)  # all programs may have to be compiled
+    with (
+        Engine(model, settings.cache_path, journal="off", **limits) as bare,
+        Engine(model, settings.cache_path, journal="on", journal_dir=str(folder), **limits) as engine,
+    ):
+        engines = {"off": bare, "on": engine}
+        for one in engines.values():
+            one.start()
+            one.wait_ready(600.0)  # all programs may have to be compiled
+            wait_for_ranks(one)
+        # In turns, so that whatever else the machine does is borne by both; the first round is for nothing
+        rounds = [{name: tokens_per_s(one) for name, one in engines.items()} for _ in range(1 + ROUNDS)][1:]
+        bare.stop()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            run_traffic(engine)
+            engine.restart("rank-1", by=signal.SIGKILL)
             wait_for_ranks(engine)
-            rates[journal] = tokens_per_s(engine)
-            until = time.monotonic() + seconds
-            while journal == "on" and time.monotonic() < until:
-                run_traffic(engine)
-                engine.restart("rank-1", by=signal.SIGKILL)
-                wait_for_ranks(engine)
-            engine.stop()
+        engine.stop()
+    rates = {name: statistics.median(rates[name] for rates in rounds) for name in engines}
+    overhead = statistics.median(100 * (1 - rates["on"] / rates["off"]) for rates in rounds)
     journals = find([str(folder)])
     timeline = read(journals)
     pieces = Pieces(timeline)
@@ -180,7 +188,7 @@ def mixed_run(folder: Path, seconds: float) -> Mixed:
         assert damage is None or damage.last is None, damage  # a process that is killed may cut its last record
         differences += outcome.difference is not None
         frames += outcome.frames
-    return Mixed(differences, frames, traced, rates)
+    return Mixed(differences, frames, traced, rates, overhead)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -205,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "frames": mixed.frames,
         "rank_steps_per_s": rank_steps_per_s,
         "overhead_us_per_step": max(costs.values()),
-        "overhead_percent": 100 * (1 - mixed.rates["on"] / mixed.rates["off"]),
+        "overhead_percent": mixed.overhead_percent,
         "trace_coverage_percent": mixed.traced.percent,
     }
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,6 +1,7 @@
 # make serve   set up what is missing and serve the embedded model     (ARGS="--port 9000" adds settings)
 # make test    set up what is missing and run the tests                (T=tests/bus runs some of them)
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
+# make soak    200 sessions with a KV pool for a quarter of them, then 8 on the embedded model
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
 # make aot     compile every model's steps for several TPUs, and show what they cost
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz lint format clean bench-scheduler bench-replay bench-cpu aot
+.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu aot
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +33,10 @@ test: $(SELF) $(DEV)
 
 fuzz: $(SELF) $(DEV)
 	@$(BIN)/python -m tests.ranks.fuzz --traces $(N)
+
+soak: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.soak_sessions $(ARGS)
 
 lint: $(SELF) $(DEV)
 	@$(BIN)/ruff check .

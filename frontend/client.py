@@ -21,7 +21,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,7 +54,8 @@ from bus.messages import (
 )
 from bus.wire import Codec, pack_ints, unpack_ints
 from frontend.client_session import SessionStream, TurnStream
-from frontend.pieces import Completion, EngineError, Piece
+from frontend.pieces import Completion, EngineError, Piece, Prompt
+from frontend.session_client import AsyncSession, AsyncTurn, Session, Turn
 
 __all__ = [
     "AsyncClient",
@@ -64,11 +65,10 @@ __all__ = [
     "Completion",
     "EngineError",
     "Piece",
+    "Prompt",
     "Session",
     "Turn",
 ]
-
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 TIMING = Timing(interval=1.0, timeout=15.0)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -321,7 +321,7 @@ class Client:
         cache_salt: str = "",
         rank: int | None = None,
         **params: Any,
-    ) -> "Session":
+    ) -> Session:
         """Open a session; the prompt, which may be empty, is its first turn. `params` are for turns without their own.
 
         It goes on when the connection is lost for a while. Leaving its `with` block closes it, and waits for its end.
@@ -398,108 +398,6 @@ class Client:
             self._socket.send_multipart(parts)
 
 
-class Turn:
-    """A turn of a session: iterate over its output, as it comes."""
-
-    def __init__(self, client: Client, session: SessionStream, stream: TurnStream) -> None:
-        self._client = client
-        self._session = session
-        self._stream = stream
-
-    @property
-    def text(self) -> str:
-        """What has come so far."""
-        return self._stream.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """What has come so far."""
-        return list(self._stream.token_ids)
-
-    def __iter__(self) -> Iterator[Piece]:
-        """What was not read yet, until the turn has ended.
-
-        Raises:
-            EngineError: the input was refused, or the session ended before the turn.
-            TimeoutError: nothing was heard for the client's `timeout_s`.
-        """
-        stream = self._stream
-        while True:
-            self._client._wait(lambda: bool(stream.inbox) or stream.over)
-            if not stream.inbox:
-                break
-            yield stream.inbox.popleft()
-        if stream.error is not None:
-            raise stream.error
-
-    def end(self) -> TurnFinished:
-        """Read to the end of the turn. Errors as in iteration."""
-        for _ in self:
-            pass
-        assert self._stream.finished is not None
-        return self._stream.finished
-
-    def stop(self, n: int | None = None) -> None:
-        """Stop the turn, and keep its first `n` tokens, or those that have come. Nothing happens unless it runs."""
-        self._client._conversation.say(self._session.stop(self._stream, n))
-        self._client._pump(0)
-
-
-class Session:
-    """A session. `first` is its first turn."""
-
-    def __init__(self, client: Client, stream: SessionStream) -> None:
-        self._client = client
-        self._stream = stream
-        self.first = Turn(client, stream, stream.turns[0])
-
-    @property
-    def request_id(self) -> str:
-        """Its name."""
-        return self._stream.request.request_id
-
-    def append(self, prompt: Prompt = (), **params: Any) -> Turn:
-        """Give it its next input, at any time. `params` are for this turn, whole; none are those it was opened with.
-
-        Chat messages follow the answer of the turn before. Turns run one after the other, in this order.
-
-        Raises:
-            EngineError: it has ended, or a parameter is not allowed.
-        """
-        turn = self._client._conversation.append(self._stream, prompt, params)
-        self._client._pump(0)
-        return Turn(self._client, self._stream, turn)
-
-    def close(self) -> Finished:
-        """End it after the turns there are, and wait for that.
-
-        Raises:
-            EngineError: it has failed, or was refused.
-        """
-        self._client._conversation.say(self._stream.close())
-        return self._end()
-
-    def abort(self) -> Finished:
-        """End it now, and wait for that. Errors as in `close`."""
-        self._client._conversation.say(self._stream.abort())
-        return self._end()
-
-    def _end(self) -> Finished:
-        self._client._wait(lambda: self._stream.over)
-        return _session_end(self._stream)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._client._conversation.leave(self._stream)
-        elif not self._stream.over:
-            self.close()
-
-
 class AsyncClient:
     """The same for asyncio. To be made, used and closed in one event loop."""
 
@@ -537,7 +435,7 @@ class AsyncClient:
         cache_salt: str = "",
         rank: int | None = None,
         **params: Any,
-    ) -> "AsyncSession":
+    ) -> AsyncSession:
         """As `Client.session`."""
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
         stream = self._conversation.open(prompt, request_id, options, params)
@@ -607,104 +505,6 @@ class AsyncClient:
     async def _flush(self) -> None:
         for parts in self._conversation.frames():
             await self._socket.send_multipart(parts)
-
-
-class AsyncTurn:
-    """As `Turn`."""
-
-    def __init__(self, client: AsyncClient, session: SessionStream, stream: TurnStream) -> None:
-        self._client = client
-        self._session = session
-        self._stream = stream
-
-    @property
-    def text(self) -> str:
-        """As `Turn.text`."""
-        return self._stream.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """As `Turn.token_ids`."""
-        return list(self._stream.token_ids)
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """As for `Turn`."""
-        stream = self._stream
-        while True:
-            await self._client._wait(lambda: bool(stream.inbox) or stream.over)
-            if not stream.inbox:
-                break
-            yield stream.inbox.popleft()
-        if stream.error is not None:
-            raise stream.error
-
-    async def end(self) -> TurnFinished:
-        """As `Turn.end`."""
-        async for _ in self:
-            pass
-        assert self._stream.finished is not None
-        return self._stream.finished
-
-    async def stop(self, n: int | None = None) -> None:
-        """As `Turn.stop`."""
-        self._client._conversation.say(self._session.stop(self._stream, n))
-        await self._client._flush()
-
-
-class AsyncSession:
-    """As `Session`."""
-
-    def __init__(self, client: AsyncClient, stream: SessionStream) -> None:
-        self._client = client
-        self._stream = stream
-        self.first = AsyncTurn(client, stream, stream.turns[0])
-
-    @property
-    def request_id(self) -> str:
-        """Its name."""
-        return self._stream.request.request_id
-
-    async def append(self, prompt: Prompt = (), **params: Any) -> AsyncTurn:
-        """As `Session.append`."""
-        turn = self._client._conversation.append(self._stream, prompt, params)
-        await self._client._flush()
-        return AsyncTurn(self._client, self._stream, turn)
-
-    async def close(self) -> Finished:
-        """As `Session.close`."""
-        self._client._conversation.say(self._stream.close())
-        return await self._end()
-
-    async def abort(self) -> Finished:
-        """As `Session.abort`."""
-        self._client._conversation.say(self._stream.abort())
-        return await self._end()
-
-    async def _end(self) -> Finished:
-        await self._client._wait(lambda: self._stream.over)
-        return _session_end(self._stream)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._client._conversation.leave(self._stream)
-            await self._client._flush()
-        elif not self._stream.over:
-            await self.close()
-
-
-def _session_end(stream: SessionStream) -> Finished:
-    if stream.error is not None:
-        raise stream.error
-    finished = stream.finished
-    assert finished is not None
-    if finished.reason == "error":
-        raise EngineError("failed", finished.message)
-    return finished
 
 
 def _params(params: dict[str, Any]) -> GenerateParams:

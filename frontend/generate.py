@@ -14,7 +14,8 @@ def main(arguments: list[str]) -> int:
     prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
     try:
         with Client(endpoint) as client:
-            show(client, client.generate(prompt, **sampling(parsed)))
+            pieces = client.generate(prompt, request_id="text", **sampling(parsed))
+            show(pieces, lambda: client.abort("text"))
     except (EngineError, TimeoutError) as error:
         print(f"rankbus generate: {error}", file=sys.stderr)
         return 1

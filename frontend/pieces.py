@@ -1,8 +1,14 @@
-"""What the client library gives its users."""
+"""What the client library takes from its users, and gives them."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from bus.messages import Delta, Finished
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""A text, tokens, or chat messages."""
 
 
 class EngineError(Exception):

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bus.config import load, split_flags
-from frontend.client import Client, Piece
+from frontend.client import Piece
 
 
 def parser(program: str, summary: str) -> argparse.ArgumentParser:
@@ -40,18 +40,15 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def show(client: Client, pieces: Iterator[Piece]) -> str:
-    """Print an answer as it comes; return its text. Ctrl-C ends the answer, not the program."""
+def show(pieces: Iterator[Piece], stop: Callable[[], None]) -> str:
+    """Print an answer as it comes; return its text. Ctrl-C ends the answer by `stop`, not the program."""
     text = ""
-    request_id = None
     try:
         for piece in pieces:
-            request_id = piece.request_id
             text += piece.text
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
-        if request_id is not None:
-            client.abort(request_id)
+        stop()
         print(" [stopped]", end="", file=sys.stderr)
     print()
     return text

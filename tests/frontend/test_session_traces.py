@@ -40,7 +40,7 @@ TIME = ["core hears", "rank takes", "rank steps", "core takes", "http takes", "h
 EVENT = st.tuples(st.sampled_from(EVENTS + TIME * 3), st.integers(0, 1), st.integers(0, 5), st.booleans(), INPUT)
 
 
-@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=80, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(EVENT, min_size=20, max_size=80))
 def test_every_input_has_its_turn_or_its_refusal_whatever_happens(
     events: list[tuple[str, int, int, bool, list[int]]],

@@ -11,20 +11,25 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from bench.soak_sessions import Plan, run
 from bus.messages import GetPauseState, RequestCounts, TokenCount
 from frontend.client import Client, EngineError
 from tests.engine import ROOT, START_S, Engine
 
 SILENCE_S = 4.0
 """A process that was killed, or is stopped, is taken for lost after this long."""
+IDLE_S = 2.0
+"""How long a session waits for its client, once that is lost."""
 DEADLINE_S = 60.0
 PROMPTS = [[5], list(range(20, 37)), [200, 3, 100, 77, 30] * 6, [9] * 40]
 
@@ -41,6 +46,7 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
         num_blocks=129,
         heartbeat_interval_s=0.5,
         heartbeat_timeout_s=SILENCE_S,
+        session_idle_s=IDLE_S,
     ) as engine:
         engine.start()
         engine.wait_ready()
@@ -48,6 +54,34 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
             serve_again(engine, lambda client, rank=rank: tokens(client, [5], rank=rank))  # type: ignore[misc]
         yield engine
         engine.check_running()
+
+
+FEW = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+
+
+class Raw:
+    """A start of client 77 of frontend 0, with nothing but frames."""
+
+    def __init__(self, context: zmq.Context, engine: Engine) -> None:  # type: ignore[type-arg]
+        self._incarnation, self._frontend = time.time_ns(), 0
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, round(DEADLINE_S * 1000))
+        self.socket.setsockopt(zmq.IDENTITY, f"client/77/{self._incarnation:x}".encode())
+        self.socket.connect(engine.config.client_endpoint(0))
+        self.send(type="Hello", role="client", index=77, incarnation=self._incarnation, major=1, minor=0)
+        self._frontend = self.until("Welcome")["incarnation"]
+
+    def send(self, **message: Any) -> None:
+        envelope = struct.pack("<QQ", self._incarnation, self._frontend)
+        self.socket.send_multipart([envelope, msgspec.msgpack.encode(message)])
+
+    def until(self, kind: str) -> dict[str, Any]:
+        """The next message of this type; others are passed over."""
+        while True:
+            message: dict[str, Any] = msgspec.msgpack.decode(self.socket.recv_multipart()[1])
+            if message["type"] == kind:
+                return message
 
 
 def client_of(engine: Engine, frontend: int) -> Client:
@@ -116,6 +150,9 @@ def test_frontends_share_the_ranks_and_each_gets_what_it_asked_for(engine: Engin
 
 def test_a_frontend_that_is_killed_takes_only_its_own_requests_along(engine: Engine) -> None:
     its_own, another_s = Streaming(engine, 1, rank=0), Streaming(engine, 0, rank=0)
+    holder = client_of(engine, 1)
+    held = holder.session([5], text_output=False, **FEW)
+    held.first.end()
     engine.stop("frontend-1", by=signal.SIGKILL)
     another_s.join(DEADLINE_S)
     assert another_s.error is None
@@ -127,6 +164,9 @@ def test_a_frontend_that_is_killed_takes_only_its_own_requests_along(engine: Eng
     with client_of(engine, 1) as client:
         assert tokens(client, [7, 8, 9]) == another_s.tokens[:24]
     assert its_own.tokens == another_s.tokens[: len(its_own.tokens)]
+    with pytest.raises(EngineError, match="the frontend was lost, and the session with it"):
+        held.append([6]).end()
+    holder.close()
     check_idle(engine)
 
 
@@ -155,6 +195,39 @@ def test_requests_end_when_what_they_need_is_killed_and_new_ones_are_served(engi
     assert isinstance(cut.error, EngineError)
     assert "send it again" in str(cut.error) or "send the request again" in str(cut.error)
     serve_again(engine, lambda client: tokens(client, PROMPTS[2], rank=1) == before)
+    check_idle(engine)
+
+
+def test_sessions_that_need_four_times_the_kv_pool_all_end_as_they_should(engine: Engine) -> None:
+    plan = Plan(sessions=36, turns=7, longest_input=36)
+    report = run(engine, plan)
+    assert sum(report.ends.values()) == plan.sessions
+    assert set(report.ends) <= {"closed", "abort"}
+    assert report.largest > 4 * 128 * 16 * 0.9
+    assert report.turn_ends["interrupted"] > 0
+    assert report.checked_tokens > 300
+    check_idle(engine)
+
+
+def test_a_session_is_taken_up_by_its_client_after_a_crash_and_ends_if_that_never_comes(engine: Engine) -> None:
+    with zmq.Context() as context:
+        first = Raw(context, engine)
+        first.send(
+            type="Generate", request_id="s", prompt_token_ids=[5, 6, 7], resumable=True, text_output=False, params=FEW
+        )
+        first.until("TurnFinished")
+        first.socket.close()  # no Goodbye: as when the process is killed
+        second = Raw(context, engine)
+        assert (second.until("SessionResumed")["turn"], second.until("TurnFinished")["turn"]) == (1, 1)
+        second.send(type="Append", request_id="s", prompt_token_ids=[8])
+        assert second.until("TurnFinished")["context_tokens"] == 3 + 3 + 1 + 3
+        second.socket.close()
+        with client_of(engine, 0) as client:
+            engine.wait_until(lambda: client.command(TokenCount()).value == [0, 0], "the session has ended", DEADLINE_S)
+        third = Raw(context, engine)
+        third.send(type="Append", request_id="s", prompt_token_ids=[8])
+        assert third.until("Error")["code"] == "unknown_request"
+        third.socket.close()
     check_idle(engine)
 
 

@@ -194,9 +194,9 @@ class RenderInput(msgspec.Struct, frozen=True):
 class BeginTurn(msgspec.Struct, frozen=True):
     """Effect: what is delivered under the name `delivery` from now on is a turn of a session, from its first token.
 
-    `turn` is its number, `request_id` the client's name of the session, `context` the last tokens before the turn's
-    first. The HTTP side makes the client's messages of it, with text if `text_output`, for the `connection`, or else to
-    be sent by the core (`SessionOutput`).
+    `turn` is its number, `request_id` the client's name of the session, `token_ids` the last tokens before the turn's
+    first. The HTTP side makes the client's messages of it, with text if `text_output`, for the `connection`, or else
+    to be sent by the core (`SessionOutput`).
     """
 
     session: int
@@ -205,7 +205,7 @@ class BeginTurn(msgspec.Struct, frozen=True):
     connection: int | None
     request_id: str
     text_output: bool
-    context: Ints
+    token_ids: Ints
 
 
 class ToConnection(msgspec.Struct, frozen=True):

@@ -109,7 +109,7 @@ class SessionTexts:
     def _detokenizer(self, effect: BeginTurn) -> IncrementalDetokenizer:
         request = EngineCoreRequest(
             request_id=effect.delivery,
-            prompt_token_ids=np.frombuffer(effect.context, "<i4").tolist(),
+            prompt_token_ids=np.frombuffer(effect.token_ids, "<i4").tolist(),
             mm_features=None,
             sampling_params=SamplingParams(),
             pooling_params=None,

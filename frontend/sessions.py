@@ -465,7 +465,7 @@ def _begin_turn(session: Session, turn: int, context: Ints) -> BeginTurn:
         connection=index if bus == CONNECTIONS else None,
         request_id=session.request_id,
         text_output=session.request.text_output,
-        context=context,
+        token_ids=context,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from bus import messages as m
 from bus.core import Peer, PeerDown, PeerUp, Posted, Received
+from bus.journal.state import capture, restore
 from bus.wire import pack_ints, unpack_ints
 from frontend.seam import (
     BeginTurn,
@@ -500,7 +501,7 @@ def test_text_is_tokenised_and_comes_back_as_text() -> None:
     session = text_session()
     begin = only([effect for effect in session.up if isinstance(effect, BeginTurn)])
     assert (begin.request_id, begin.text_output, begin.connection) == ("s", True, None)
-    assert unpack_ints(begin.context).tolist() == [5, 6]
+    assert unpack_ints(begin.token_ids).tolist() == [5, 6]
     session.step(7, 8, turns=[session.end(1, 1, 3)])
     assert session.take() == []
     output = only(delivered(session))
@@ -603,7 +604,7 @@ def test_text_begins_again_for_a_client_that_is_back() -> None:
     session.up.clear()
     session.feed(PeerUp(BACK))
     assert session.take() == []
-    begins = [unpack_ints(effect.context).tolist() for effect in session.up if isinstance(effect, BeginTurn)]
+    begins = [unpack_ints(effect.token_ids).tolist() for effect in session.up if isinstance(effect, BeginTurn)]
     assert begins == [[], [5, 6], [5, 6, 7, 9]]
     again = delivered(session)
     assert again[0].messages == (m.SessionResumed(request_id="s", turn=1, inputs=2),)
@@ -639,3 +640,21 @@ def test_a_connection_holds_a_session_of_its_own() -> None:
     assert only(delivered(engine)).messages[0].reason == "abort"  # so that the HTTP side forgets it
     engine.tick(1.0)
     assert engine.up[-1].counters["sessions"] == 0
+
+
+def test_a_replay_may_begin_in_the_middle_of_sessions() -> None:
+    session = text_session()
+    session.ask(request_id="t", resumable=True)
+    handle = session.added()[1].handle
+    session.append(9)
+    session.step(7)
+    session.core = restore(capture(session.core), Engine().core)
+    session.take()
+    session.up.clear()
+    session.step(8, turns=[session.end(1, 1, 3)])
+    assert [type(effect).__name__ for effect in session.up] == ["Deliver", "BeginTurn"]
+    session.feed(Received(RANKS[1 - session.rank], outputs([handle], [5])))
+    assert tokens(session.take(CLIENT)) == [5]
+    session.say(m.Abort(request_id="t"))
+    session.feed(Received(RANKS[1 - session.rank], outputs([], [], ended=[ended(handle, "abort")])))
+    assert only(session.take(CLIENT)).request_id == "t"

@@ -199,11 +199,11 @@ def test_requests_end_when_what_they_need_is_killed_and_new_ones_are_served(engi
 
 
 def test_sessions_that_need_four_times_the_kv_pool_all_end_as_they_should(engine: Engine) -> None:
-    plan = Plan(sessions=36, turns=7, longest_input=36)
+    plan = Plan(sessions=50, turns=8, longest_input=48)
     report = run(engine, plan)
     assert sum(report.ends.values()) == plan.sessions
     assert set(report.ends) <= {"closed", "abort"}
-    assert report.largest > 4 * 128 * 16 * 0.9
+    assert report.largest > 4 * 128 * 16
     assert report.turn_ends["interrupted"] > 0
     assert report.checked_tokens > 300
     check_idle(engine)

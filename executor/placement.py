@@ -118,7 +118,7 @@ class Placement:
         of_shard: list[list[RowSetup]] = [[] for _ in range(self.shards)]
         for setup in setups:
             of_shard[setup.row // self.rows].append(setup)
-        tokens = [np.concatenate([_NO_TOKENS, *map(self._entries, group)]) for group in of_shard]
+        tokens = [self._entries(group) for group in of_shard]
         calls = max(1, *(-(-len(entries) // SETUP_TOKENS) for entries in tokens))
         calls = max(calls, *(-(-len(group) // SETUP_ROWS) for group in of_shard))
         for call in range(calls):
@@ -126,23 +126,30 @@ class Placement:
             for shard, group in enumerate(of_shard):
                 entries = tokens[shard][call * SETUP_TOKENS : (call + 1) * SETUP_TOKENS]
                 piece.tokens[shard, : len(entries)] = entries
-                for place, setup in enumerate(group[call * SETUP_ROWS : (call + 1) * SETUP_ROWS]):
-                    piece.rows[shard, place] = setup.row % self.rows
-                    packed = sampling.pack(setup.sampling, setup.prompt_len)
-                    piece.floats[shard, place], piece.ints[shard, place] = packed
+                mine = group[call * SETUP_ROWS : (call + 1) * SETUP_ROWS]
+                if mine:
+                    piece.rows[shard, : len(mine)] = [setup.row % self.rows for setup in mine]
+                    floats, ints = sampling.pack([(setup.sampling, setup.prompt_len) for setup in mine])
+                    piece.floats[shard, : len(mine)], piece.ints[shard, : len(mine)] = floats, ints
             yield piece
 
     def blank_params(self) -> tuple[Float32, Int32]:
         """Parameters of all rows before any is set up, the spare one too; see `sampling.RowParams`."""
-        floats, ints = sampling.pack(_IDLE, 0)
+        floats, ints = sampling.pack([(_IDLE, 0)])
         return np.tile(floats, (self.shards, self.rows + 1, 1)), np.tile(ints, (self.shards, self.rows + 1, 1))
 
-    def _entries(self, setup: RowSetup) -> Int32:
-        positions = np.arange(setup.start, setup.start + setup.tokens.size, dtype=np.int32)
-        return np.stack([np.full_like(positions, setup.row % self.rows), positions, setup.tokens], axis=1)
+    def _entries(self, group: list[RowSetup]) -> Int32:
+        """Row, position and token of all tokens of some setups; int32 [tokens, 3]."""
+        lengths = np.array([setup.tokens.size for setup in group], np.int32)
+        offsets = np.array([setup.start for setup in group], np.int32) - (np.cumsum(lengths, dtype=np.int32) - lengths)
+        entries = np.empty((int(lengths.sum()), 3), np.int32)
+        entries[:, 0] = np.repeat(np.array([setup.row % self.rows for setup in group], np.int32), lengths)
+        entries[:, 1] = np.arange(len(entries), dtype=np.int32) + np.repeat(offsets, lengths)
+        entries[:, 2] = np.concatenate([_NO_TOKENS, *(setup.tokens for setup in group)])
+        return entries
 
     def _blank_piece(self) -> SetupPiece:
-        floats, ints = sampling.pack(_IDLE, 0)
+        floats, ints = sampling.pack([(_IDLE, 0)])
         tokens = np.zeros((self.shards, SETUP_TOKENS, 3), np.int32)
         tokens[:, :, 0] = self.rows
         return SetupPiece(
@@ -153,4 +160,4 @@ class Placement:
         )
 
 
-_NO_TOKENS = np.zeros((0, 3), np.int32)
+_NO_TOKENS: Int32 = np.empty(0, np.int32)

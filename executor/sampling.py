@@ -9,7 +9,7 @@ not depend on batch, row or sharding. Definitions and their order are vLLM's: al
 and bias; penalties; then, unless greedy: temperature, min-p, top-k, top-p.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -44,19 +44,24 @@ class RowParams(NamedTuple):
     """int32 [rows, 4]: top_k, length of the prompt, lower and upper half of the seed."""
 
 
-def pack(sampling: Sampling, prompt_len: int) -> tuple[Float32, Int32]:
-    """A row's line in `RowParams`."""
-    floats = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )
-    seed = sampling.seed % 2**64
-    ints = np.array([sampling.top_k, prompt_len, seed % 2**32, seed >> 32], np.uint32)
-    return np.array(floats, np.float32), ints.view(np.int32)
+def pack(rows: Sequence[tuple[Sampling, int]]) -> tuple[Float32, Int32]:
+    """Lines of `RowParams` for parameters and prompt lengths: float32 [n, 6] and int32 [n, 4]."""
+    floats = [
+        (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+        )
+        for sampling, _ in rows
+    ]
+    ints = [
+        (sampling.top_k, prompt_len, sampling.seed % 2**32, (sampling.seed >> 32) % 2**32)
+        for sampling, prompt_len in rows
+    ]
+    return np.array(floats, np.float32), np.array(ints, np.uint32).view(np.int32)
 
 
 class Adjustments(NamedTuple):

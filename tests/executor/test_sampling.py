@@ -39,8 +39,8 @@ class Rows:
         self.history = np.full((len(rows), width), 7, np.int32)  # what is left over from others must not count
         for row, (tokens, _, _) in enumerate(rows):
             self.history[row, : len(tokens)] = tokens
-        packed = [sampling.pack(parameters, prompt_len) for _, prompt_len, parameters in rows]
-        self.params = RowParams(*(jnp.asarray(np.stack(values)) for values in zip(*packed, strict=True)))
+        packed = sampling.pack([(parameters, prompt_len) for _, prompt_len, parameters in rows])
+        self.params = RowParams(*map(jnp.asarray, packed))
         self.ends = np.array([len(tokens) for tokens, _, _ in rows], np.int32)
         self.order = np.arange(len(rows), dtype=np.int32)
         self._rows = rows
@@ -178,8 +178,8 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 def draws(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **parameters: Any) -> np.ndarray:
     """A token for each pair of seed and position, all from the same `logits`."""
-    packed = [sampling.pack(sampling_of(**parameters | {"seed": int(seed)}), 0) for seed in seeds]
-    params = RowParams(*(jnp.asarray(np.stack(values)) for values in zip(*packed, strict=True)))
+    packed = sampling.pack([(sampling_of(**parameters | {"seed": int(seed)}), 0) for seed in seeds])
+    params = RowParams(*map(jnp.asarray, packed))
     lines = np.arange(seeds.size, dtype=np.int32)
     tiled = jnp.tile(jnp.asarray(logits, jnp.float32), (seeds.size, 1))
     return np.asarray(jax.jit(sampling.draw)(tiled, params, lines, positions.astype(np.int32)))

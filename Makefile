@@ -2,6 +2,7 @@
 # make test    set up what is missing and run the tests                (T=tests/bus runs some of them)
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
 # make soak    200 sessions with a KV pool for a quarter of them, then 8 on the embedded model
+# make fuzz-sessions   sessions against a model of them, on 1,000 traces (N=100 plays fewer)
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
 # make aot     compile every model's steps for several TPUs, and show what they cost
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu aot
+.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu aot fuzz-sessions
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +38,9 @@ fuzz: $(SELF) $(DEV)
 soak: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.soak_sessions $(ARGS)
+fuzz-sessions: N := 1000
+fuzz-sessions: $(SELF) $(DEV)
+	@$(BIN)/python -m tests.ranks.session_traces --traces $(N)
 
 lint: $(SELF) $(DEV)
 	@$(BIN)/ruff check .

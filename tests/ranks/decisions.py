@@ -6,10 +6,11 @@ both schedulers are told the same whatever they decide.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from bus.messages import AddRequest, Sampling
+from bus.messages import AddRequest, AppendInput, Sampling
 from bus.prefix import block_hashes
 from bus.wire import pack_ints
 
@@ -42,6 +43,14 @@ class Add(NamedTuple):
     salt: str = ""
     output: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    session: bool = False
+
+
+class Append(NamedTuple):
+    """The next input of the n-th request, if it is an unfinished session with room for it; or, empty, its close."""
+
+    number: int
+    tokens: tuple[int, ...]
 
 
 class Abort(NamedTuple):
@@ -60,7 +69,7 @@ class Reset(NamedTuple):
     running: bool
 
 
-Action = Add | Abort | Pause | Reset
+Action = Add | Append | Abort | Pause | Reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,7 @@ class Side(Protocol):
     """A scheduler under comparison."""
 
     def add(self, number: int, message: AddRequest) -> None: ...
+    def append(self, number: int, message: AppendInput) -> bool: ...
     def abort(self, number: int) -> bool: ...
     def pause(self, state: str) -> None: ...
     def reset(self, running: bool) -> bool: ...
@@ -157,6 +167,7 @@ def message_for(number: int, add: Add, block_size: int) -> AddRequest:
         cache_salt=add.salt,
         block_hashes=memoryview(block_hashes(prompt, block_size, add.salt)),
         output_token_ids=pack_ints(list(add.output)),
+        resumable=add.session,
     )
 
 
@@ -166,6 +177,11 @@ class _Sequence:
 
     stream: int
     length: int
+    is_session: bool = False
+    queued: list[int] = field(default_factory=list)
+    """How long the inputs are that wait for the turn before to end."""
+    sleeps: bool = False
+    closing: bool = False
 
 
 @dataclass(slots=True)
@@ -202,7 +218,9 @@ class Driver:
         done.append(emitted)
         for item in emitted:
             self.sequences[item.number].length += len(item.tokens)
-            if item.reason is not None:
+            if item.reason is not None and self.sequences[item.number].is_session:
+                self._end_turn(item.number)
+            elif item.reason is not None:
                 del self.sequences[item.number]
         proposals = self._propose(emitted, turn.drafts)
         if proposals:
@@ -217,9 +235,12 @@ class Driver:
             case Add():
                 number = self.num_added
                 self.num_added += 1
-                self.sequences[number] = _Sequence(action.stream, len(action.prompt) + len(action.output))
+                length = len(action.prompt) + len(action.output)
+                self.sequences[number] = _Sequence(action.stream, length, action.session)
                 self.side.add(number, message_for(number, action, self.trace.settings.block_size))
                 return None
+            case Append(number, tokens):
+                return self._append(number, tokens)
             case Abort(number):
                 if number not in self.sequences:
                     return None
@@ -230,6 +251,37 @@ class Driver:
                 return None
             case Reset(running):
                 return self.side.reset(running)
+
+    def _append(self, number: int, tokens: tuple[int, ...]) -> Any:
+        sequence = self.sequences.get(number)
+        room = self.trace.settings.max_model_len
+        if sequence is None or not sequence.is_session or sequence.closing:
+            return None
+        if sequence.length + sum(sequence.queued) + len(tokens) + 3 > room // 2 and tokens:
+            return None  # vLLM does not look whether there is room
+        message = AppendInput(handle=number, sequence=1, prompt_token_ids=pack_ints(list(tokens)), close=not tokens)
+        ended = self.side.append(number, message)
+        if not tokens:
+            sequence.closing = True
+            if sequence.sleeps:
+                del self.sequences[number]
+        elif sequence.sleeps:
+            sequence.sleeps = False
+            sequence.length += len(tokens)
+        else:
+            sequence.queued.append(len(tokens))
+        return ended
+
+    def _end_turn(self, number: int) -> None:
+        """The last token goes, and what was appended comes."""
+        sequence = self.sequences[number]
+        sequence.length -= 1
+        if sequence.queued:
+            sequence.length += sequence.queued.pop(0)
+        elif sequence.closing:
+            del self.sequences[number]
+        else:
+            sequence.sleeps = True
 
     def _sample(self, number: int, sequence: _Sequence, drafts: list[int]) -> list[int]:
         """The tokens a step gives a request: none before it has computed all that is known, else drafts as far as
@@ -248,7 +300,7 @@ class Driver:
         proposals = {}
         for item in emitted:
             sequence = self.sequences.get(item.number)
-            if sequence is None or not most:
+            if sequence is None or item.reason is not None or not most:
                 continue
             draw = random.Random(f"{self.trace.seed}/{item.number}/{sequence.length}")
             drafts = [
@@ -272,8 +324,8 @@ class Mismatch(Exception):
         return f"turn {self.turn}\n{show(self.trace)}\n\nleft:\n{_lines(self.left)}\nright:\n{_lines(self.right)}"
 
 
-def compare(trace: Trace, left: Side, right: Side) -> list[list[Any]]:
-    """Play a trace on both; what both did.
+def compare(trace: Trace, left: Side, right: Side, over: Callable[[], bool] = lambda: False) -> list[list[Any]]:
+    """Play a trace on both until it is `over`; what both did.
 
     Raises:
         Mismatch: they differ.
@@ -281,7 +333,10 @@ def compare(trace: Trace, left: Side, right: Side) -> list[list[Any]]:
     one, other = Driver(trace, left), Driver(trace, right)
     history = []
     for number, turn in enumerate(trace.turns):
-        did, also = one.turn(turn), other.turn(turn)
+        did = one.turn(turn)
+        if over():
+            break
+        also = other.turn(turn)
         if did != also:
             raise Mismatch(trace, number, did, also)
         history.append(did)

@@ -9,12 +9,12 @@ from typing import Any
 from bus.config import Config
 from bus.counters import Counters
 from ranks.vllm_loading import load
-from tests.ranks.decisions import Side, Trace, compare, shrunk
+from tests.ranks.decisions import Action, Add, Side, Trace, compare, shrunk
 from tests.ranks.native_side import NativeOnTheBus, NativeSingleStep, as_on_the_bus, make_native
 from tests.ranks.random_traces import draw_trace, seen
 
 LEAST_SHARE = 0.2
-HAS_TO_HAPPEN = ("preemption", "eviction", "prefix hit", "chunk", "draft reject")
+HAS_TO_HAPPEN = ("preemption", "eviction", "prefix hit", "chunk", "draft reject", "session")
 
 
 def load_oracle() -> Any:
@@ -27,13 +27,16 @@ def load_oracle() -> Any:
 
 def play(maker: Any, trace: Trace) -> list[list[Any]]:
     """Compare both schedulers on a trace; traces without drafts go over the step bus as well."""
-    history = compare(
-        trace, NativeSingleStep(make_native(trace.settings, single_step=True)), maker.make(trace.settings)
-    )
-    if not any(turn.drafts for turn in trace.turns):
+    native = NativeSingleStep(make_native(trace.settings, single_step=True))
+    history = compare(trace, native, maker.make(trace.settings), native.has_reclaimed)
+    if not any(turn.drafts or any(_is_sessions(action) for action in turn.before) for turn in trace.turns):
         on_the_bus = NativeOnTheBus(make_native(trace.settings))
         compare(trace, on_the_bus, _Forgetful(maker.make(trace.settings)))
     return history
+
+
+def _is_sessions(action: Action) -> bool:
+    return isinstance(action, Add) and action.session
 
 
 class _Forgetful:

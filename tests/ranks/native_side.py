@@ -4,7 +4,7 @@ from typing import Any
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AddRequest, KvPool, Outputs, PartialSchedule, StepResult
+from bus.messages import AddRequest, AppendInput, KvPool, Outputs, PartialSchedule, StepResult
 from bus.prefix import split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.native import NativeScheduler
@@ -45,8 +45,15 @@ class _Native:
     def add(self, number: int, message: AddRequest) -> None:
         self.scheduler.add(0, message, 0.0)
 
+    def append(self, number: int, message: AppendInput) -> bool:
+        return bool(self.scheduler.append(0, message, 0.0))
+
     def abort(self, number: int) -> bool:
         return bool(self.scheduler.finish(0, pack_ints([number]), "abort"))
+
+    def has_reclaimed(self) -> bool:
+        """Whether sessions have lost blocks to others, as vLLM's never do."""
+        return bool(self.scheduler._statistics._counters.snapshot().get("scheduler_reclaimed_sessions"))
 
     def pause(self, state: str) -> None:
         self.scheduler.set_pause(state)  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from bus.config import Config
-from bus.messages import AddRequest, KvPool
+from bus.messages import AddRequest, AppendInput, KvPool
 from ranks.vllm_engine import Engine
-from ranks.vllm_requests import new_request
+from ranks.vllm_requests import new_request, next_turn, sampling_of
 from tests.ranks.decisions import VOCAB, Decision, Emitted, Entered, Settings, State
 
 
@@ -31,6 +31,44 @@ class CorrectedScheduler(PlainScheduler):
         computed = request.num_computed_tokens // self.block_size
         self.kv_cache_manager.evict_blocks({block.block_id for block in blocks[computed:]})
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+    @staticmethod
+    def _holds_kv_blocks(request: Request) -> bool:
+        """Sessions wait in the same line as all others."""
+        return False
+
+    def keep_names_of_output(self) -> None:
+        """Blocks of a session's output are to be named when its turn ends, and not to be found before."""
+        manager = self.kv_cache_manager
+        name, find = manager.coordinator.cache_blocks, manager.get_computed_blocks
+        self._name = name
+
+        def cache_blocks(request: Request, num_tokens: int, *rest: Any, **more: Any) -> Any:
+            return name(request, min(num_tokens, _settled(request)), *rest, **more)
+
+        def get_computed_blocks(request: Request) -> Any:
+            names = request.block_hashes
+            request.block_hashes = names[: _settled(request) // self.block_size]
+            found = find(request)
+            request.block_hashes = names
+            return found
+
+        manager.coordinator.cache_blocks = cache_blocks
+        manager.get_computed_blocks = get_computed_blocks
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        if request.resumable and self.kv_cache_manager.enable_caching:
+            self._name(request, request.num_computed_tokens)
+        return bool(super()._handle_stopped_request(request))
+
+    def schedule(self, *rest: Any, **more: Any) -> Any:
+        """Sessions that wait for input have no row."""
+        self.max_num_active_reqs = self.scheduler_config.max_num_seqs + self.num_waiting_for_streaming_input
+        return super().schedule(*rest, **more)
+
+
+def _settled(request: Request) -> int:
+    return int(request.num_prompt_tokens if request.resumable else request.num_tokens)
 
 
 class OracleMaker:
@@ -62,6 +100,8 @@ class OracleMaker:
             block_size=settings.block_size,
             log_stats=True,
         )
+        if isinstance(scheduler, CorrectedScheduler):
+            scheduler.keep_names_of_output()
         return Oracle(scheduler, settings, corrected)
 
 
@@ -79,6 +119,11 @@ class Oracle:
         request = new_request(number, 0, message, self._settings.block_size, caching)
         request.arrival_time = message.arrival_time + (number * 1e-6 if self._corrected else 0.0)
         self._vllm.add_request(request)
+
+    def append(self, number: int, message: AppendInput) -> bool:
+        session = self._vllm.requests[f"{number:012d}"]
+        self._vllm.add_request(next_turn(session, message, sampling_of(session)))
+        return bool(session.is_finished())
 
     def abort(self, number: int) -> bool:
         return bool(self._vllm.finish_requests(f"{number:012d}", RequestStatus.FINISHED_ABORTED))

@@ -1,9 +1,12 @@
-"""Random lives of sessions on one rank: every token, boundary, row, position and KV place is checked against a model.
+"""Random lives of sessions on one rank: ``python -m tests.ranks.session_traces --traces 1000``.
+
+Every token, boundary, row, position and KV place is checked against a model.
 
 The model knows what a client knows: what was appended, stopped and closed, and which tokens came. From that alone it
 says what each turn must give and leave: the toy model's next token hangs on all that was kept, and on nothing else.
 """
 
+import argparse
 import random
 from collections import deque
 from collections.abc import Callable
@@ -395,3 +398,17 @@ def play(make: Callable[[int], SessionTrace], seeds: range, num_sessions: int, n
         for what, count in found.items():
             totals[what] = totals.get(what, 0) + count
     return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.traces)
+    for what, count in play(SessionTrace, seeds, num_sessions=8, num_turns=25).items():
+        print(f"{what:14} {count:8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -193,6 +193,8 @@ class Driver:
     sequences: dict[int, _Sequence] = field(default_factory=dict)
     num_added: int = 0
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    is_full: bool = False
+    """A session has come to `max_model_len`: vLLM's take their next input all the same."""
 
     def turn(self, turn: Turn) -> list[Any]:
         """Play one turn; what was decided, emitted and left."""
@@ -275,6 +277,7 @@ class Driver:
     def _end_turn(self, number: int) -> None:
         """The last token goes, and what was appended comes."""
         sequence = self.sequences[number]
+        self.is_full |= sequence.length >= self.trace.settings.max_model_len
         sequence.length -= 1
         if sequence.queued:
             sequence.length += sequence.queued.pop(0)
@@ -334,7 +337,7 @@ def compare(trace: Trace, left: Side, right: Side, over: Callable[[], bool] = la
     history = []
     for number, turn in enumerate(trace.turns):
         did = one.turn(turn)
-        if over():
+        if over() or one.is_full:
             break
         also = other.turn(turn)
         if did != also:

@@ -170,7 +170,8 @@ class Oracle:
                 int(item.request_id),
                 tuple(item.new_token_ids),
                 None if item.finish_reason is None else str(item.finish_reason),
-                item.stop_reason,
+                # A session's last turn's stop token stays there until another one takes its place
+                item.stop_reason if [item.stop_reason] == list(item.new_token_ids)[-1:] else None,
             )
             for item in (outputs[0].outputs if 0 in outputs else ())
         )

@@ -38,6 +38,7 @@ fuzz: $(SELF) $(DEV)
 soak: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.soak_sessions $(ARGS)
+
 fuzz-sessions: N := 1000
 fuzz-sessions: $(SELF) $(DEV)
 	@$(BIN)/python -m tests.ranks.session_traces --traces $(N)

@@ -21,7 +21,7 @@ from tests.executor.test_llama import ALL, generate, logprobs_of, prompt_of
 from tests.families import FAMILIES, write_family
 from tests.models import write_folder
 
-MESHES = {family: ["2x4"] for family in FAMILIES} | {"llama": ["8x1", "4x2", "2x4"], "qwen3_moe": ["4x2", "2x4"]}
+MESHES = {family: ["2x4"] for family in FAMILIES} | {"llama": ["8x1", "4x2", "2x4"]}
 
 
 @pytest.fixture(scope="module")

@@ -457,6 +457,8 @@ class NativeScheduler:
                 ended.append(self._forget(request, reason, stop_reason))
                 gone.append(row)
             else:
+                self._leave(gone)  # blocks become free in the order of the rows
+                gone = []
                 self._end_turn(request, reason, stop_reason)
         self._leave(gone)
         return ended

@@ -194,7 +194,7 @@ class Driver:
     num_added: int = 0
     drafts: dict[int, list[int]] = field(default_factory=dict)
     is_full: bool = False
-    """A session has come to `max_model_len`: vLLM's take their next input all the same."""
+    """A session has come to `max_model_len`, or its next input has: vLLM's take that all the same."""
 
     def turn(self, turn: Turn) -> list[Any]:
         """Play one turn; what was decided, emitted and left."""
@@ -281,6 +281,7 @@ class Driver:
         sequence.length -= 1
         if sequence.queued:
             sequence.length += sequence.queued.pop(0)
+            self.is_full |= sequence.length >= self.trace.settings.max_model_len
         elif sequence.closing:
             del self.sequences[number]
         else:

@@ -251,7 +251,9 @@ def memory_traffic(hlo: str) -> int:
 
 
 def _traffic(instruction: Instruction, others: Mapping[str, Instruction]) -> int:
-    if instruction.opcode in _FREE or 'custom_call_target="' in instruction.line:
+    if instruction.opcode in _FREE or 'custom_call_target="ConcatBitcast"' in instruction.line:
+        return 0
+    if instruction.name.startswith("ragged_paged_attention"):
         return 0
     operands = [_arrays(others[name].result) for name in instruction.operands if name in others]
     if instruction.opcode == "copy-start":

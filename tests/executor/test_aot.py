@@ -80,15 +80,17 @@ ENTRY %main {
   %fusion.1 = f32[4]{0:S(1)} fusion(%copy-done, %param.2), kind=kLoop, calls=%fused
   %scatter_fusion = bf16[64,8]{1,0} fusion(%param.1, %fusion.1, %param.2), kind=kCustom
   %gather_fusion = f32[4]{0} fusion(%param.1, %fusion.1), kind=kCustom
-  %kernel = bf16[64,8]{1,0} custom-call(%param.1), custom_call_target="tpu_custom_call"
-  ROOT %tuple = (bf16[64,8]{1,0}, f32[4]{0}) tuple(%kernel, %gather_fusion)
+  %ragged_paged_attention_kernel.1 = bf16[64,8]{1,0} custom-call(%param.1), custom_call_target="tpu_custom_call"
+  %ragged_dot = f32[4]{0} custom-call(%param.1), custom_call_target="tpu_custom_call"
+  ROOT %tuple = (bf16[64,8]{1,0}, f32[4]{0}) tuple(%ragged_paged_attention_kernel.1, %gather_fusion)
 }
 """
 
 
 def test_the_traffic_of_a_program_is_read_from_its_text() -> None:
     prefetched, sliced, used, scattered, gathered = 1024, 256, 16, (16 + 16) + 16, 16 + 16
-    assert aot.memory_traffic(TEXT) == prefetched + sliced + used + scattered + gathered
+    other_kernel = 1024 + 16
+    assert aot.memory_traffic(TEXT) == prefetched + sliced + used + scattered + gathered + other_kernel
     assert len(aot.moved(TEXT, ("copy", "copy-start"), 1024)) == 2
     assert aot.moved(TEXT, ("copy", "copy-start"), 1025) == []
 

@@ -21,6 +21,7 @@ class Broken:
     """A runner whose device fails at the first step."""
 
     num_blocks, max_model_len, vocab_size = 128, 1024, 259
+    first_blocks = (1, 65)
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -80,7 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # Routing and batching
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
-    batching_window_ms: Annotated[float, Meta(ge=0)] = 2.0
+    batching_window_ms: Annotated[float, Meta(ge=0)] = 5.0
     """How long the executor waits for ranks that said more is coming."""
 
     # Where things are

@@ -23,7 +23,7 @@ from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.placement import Placement
 from executor.programs import bucket, sizes_up_to
-from executor.replay import Construction, build, plain
+from executor.replay import Construction, Plain, build
 from executor.step import Int32, MergedStep, SampledStep
 
 VOCABULARY = 49_152
@@ -74,7 +74,7 @@ def run(config: Config, me: Identity) -> None:
     runner = StubRunner(config, layout)
     pipeline: Pipeline
     construction = Construction("stub", limits)
-    recorder = journal.start(config, me, construction, plain)
+    recorder = journal.start(config, me, construction, Plain())
     shell = Shell(me, config, build(config, construction), lambda effect: pipeline.submit(effect), recorder)
     pipeline = Pipeline(runner, shell.post, config.async_depth)
     shell.bind("step", config.step_endpoint())

@@ -14,7 +14,7 @@ from executor.core import RunStep
 from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.progress import show
-from executor.replay import Construction, build, plain
+from executor.replay import Construction, Plain, build
 from executor.runner import Runner
 
 log = get_logger()
@@ -53,7 +53,7 @@ class Executor:
             first_blocks=runner.first_blocks,
         )
         construction = Construction(source.name, limits)
-        recorder = journal.start(config, me, construction, plain, facts)
+        recorder = journal.start(config, me, construction, Plain(), facts)
         self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
         self._pipeline = Pipeline(runner, self._shell.post, config.async_depth)
         self._shell.bind("step", config.step_endpoint())

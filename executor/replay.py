@@ -37,29 +37,41 @@ def build(config: Config, construction: Construction) -> ExecutorCore:
     return ExecutorCore(config, construction.model, construction.limits)
 
 
-def plain(value: Any) -> Any:
+class Plain:
     """For the journal, a step is its size and checksums of what is in it: all that follows from the schedules.
 
     Other values are as they are.
     """
-    if not isinstance(value, RunStep):
-        return value
-    step = value.step
-    size = step.rows.size
-    first = value.number * TABLES % size if size else 0
-    said = {
-        "number": value.number,
-        "parts": value.parts,
-        "waited_for": value.waited_for,
-        "sequences": size,
-        "rows": crc32(step.rows.data),
-        "positions": crc32(step.positions.data),
-        "num_tokens": crc32(step.num_tokens.data),
-        "block_tables": crc32(step.block_tables[first : first + TABLES].data),
-    }
-    if step.setups:
-        said["setups"] = crc32(ENCODER.encode(step.setups))
-    return said
+
+    def __init__(self) -> None:
+        self._rows: Int32 | None = None
+        self._num_tokens: Int32 | None = None
+        self._checksums = (0, 0)
+        """Of these two, which are the same objects as long as the same rows run again."""
+
+    def __call__(self, value: Any) -> Any:
+        """What is recorded for a value."""
+        if not isinstance(value, RunStep):
+            return value
+        step = value.step
+        if step.rows is not self._rows or step.num_tokens is not self._num_tokens:
+            self._rows, self._num_tokens = step.rows, step.num_tokens
+            self._checksums = crc32(step.rows.data), crc32(step.num_tokens.data)
+        size = step.rows.size
+        first = value.number * TABLES % size if size else 0
+        said = {
+            "number": value.number,
+            "parts": value.parts,
+            "waited_for": value.waited_for,
+            "sequences": size,
+            "rows": self._checksums[0],
+            "positions": crc32(step.positions.data),
+            "num_tokens": self._checksums[1],
+            "block_tables": crc32(step.block_tables[first : first + TABLES].data),
+        }
+        if step.setups:
+            said["setups"] = crc32(ENCODER.encode(step.setups))
+        return said
 
 
 def subject(header: Header) -> Subject:
@@ -71,7 +83,7 @@ def subject(header: Header) -> Subject:
     if header.redacted:
         raise JournalError("this journal is redacted; an executor's is replayed only if it is not")
     core = build(config_of(header), construction_of(header, Construction))
-    return Subject(core, (StepDone, DeviceFailed), plain)
+    return Subject(core, (StepDone, DeviceFailed), Plain())
 
 
 def with_model(header: Header) -> Subject:

@@ -16,7 +16,7 @@ from bus.messages import NewRow, PartialSchedule, Sampling, StepResult
 from bus.replay_command import main, replay
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, StepDone
-from executor.replay import Construction, build, plain
+from executor.replay import Construction, Plain, build
 from executor.rows import Rows
 from executor.step import SampledStep
 from tests.journals import INCARNATION, Recording, model
@@ -36,7 +36,7 @@ def record(folder: Path, seed: int) -> Journal:
     def wrap(process: Process):  # type: ignore[no-untyped-def]
         if process.name[0] != "executor":
             return process.core
-        recordings.append(Recording(folder, ME, process.core, CONSTRUCTION, CONFIG, plain, model(VOCAB)))
+        recordings.append(Recording(folder, ME, process.core, CONSTRUCTION, CONFIG, Plain(), model(VOCAB)))
         return recordings[0]
 
     world = World(seed, CONFIG, load_native, wrap)
@@ -63,7 +63,7 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int) -> None:
 
 
 def test_log_probabilities_and_the_end_of_a_device_replay(tmp_path: Path) -> None:
-    recording = Recording(tmp_path, ME, build(CONFIG, CONSTRUCTION), CONSTRUCTION, CONFIG, plain, model(VOCAB))
+    recording = Recording(tmp_path, ME, build(CONFIG, CONSTRUCTION), CONSTRUCTION, CONFIG, Plain(), model(VOCAB))
     rank = Peer("step", "rank", 0, 1)
     sampling = Sampling(seed=1, max_tokens=9, logprobs=1)
     new = NewRow(row=2, request_id="r", prompt_token_ids=pack_ints([7]), block_ids=pack_ints([3]), sampling=sampling)

@@ -16,7 +16,7 @@ from bus.messages import NewRow, PartialSchedule, Sampling
 from bus.replay import Replay, Subject
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
-from executor.replay import TIE, Construction, Rerun, plain, with_model
+from executor.replay import TIE, Construction, Plain, Rerun, with_model
 from executor.step import Float32, MergedStep, RowSetup, SampledStep
 from tests.executor.driving import GREEDY, Driver
 from tests.executor.test_core import CONFIG, LIMITS, ROWS, rank
@@ -77,7 +77,7 @@ def record(folder: Path, failure: bool = False, **settings: Any) -> Journal:
     config = msgspec.structs.replace(CONFIG, **settings)
     core = ExecutorCore(config, "tiny", LIMITS)
     me = Identity("executor", 0, INCARNATION)
-    recording = Recording(folder, me, core, CONSTRUCTION, config, plain, model(100))
+    recording = Recording(folder, me, core, CONSTRUCTION, config, Plain(), model(100))
     runner, given = Sums(), deque[RunStep]()
     peers: list[Peer] = [rank(0), rank(1)]
 
@@ -100,7 +100,7 @@ def record(folder: Path, failure: bool = False, **settings: Any) -> Journal:
 def rerun(journal: Journal, runner: Sums, core: Rerun | None = None) -> Any:
     """The record where a replay first differs, and how; None if it does not."""
     again = core or Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
-    replay = Replay(journal.header(), Subject(again, (StepDone, DeviceFailed), plain))
+    replay = Replay(journal.header(), Subject(again, (StepDone, DeviceFailed), Plain()))
     for found in journal.records():
         assert isinstance(found, Record)
         difference = replay.feed(found.turn)
@@ -139,6 +139,7 @@ def test_another_step_is_found_by_its_checksum(tmp_path: Path) -> None:
         samples=np.ones(2, np.bool_),
         block_tables=np.zeros((2, 3), np.int32),
     )
+    plain = Plain()
     said = plain(RunStep(1, step))
     for name in ("rows", "positions", "num_tokens", "block_tables"):
         changed = getattr(step, name).copy()

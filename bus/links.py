@@ -82,8 +82,11 @@ class _Side:
         """The event in a message of a peer that is up; None if it is not an ordinary one, and has to be looked at."""
         if envelope != link.theirs:
             return None
-        message = self._codec.read(body)
-        if message is None or type(message) in _LINK_MESSAGES:
+        try:
+            message = self._codec.read(body)
+        except InvalidFrame:
+            return None
+        if type(message) in _LINK_MESSAGES:
             return None
         self._received_frames += 1
         self._received_bytes += ENVELOPE.size + len(body)

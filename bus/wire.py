@@ -53,16 +53,6 @@ class Codec:
         """The body of `message`."""
         return self._encoder.encode(message)
 
-    def read(self, body: bytes) -> Message | None:
-        """The message in a body, None if there is none that may come from there; `decode` says what is wrong."""
-        if len(body) > self._max_body_bytes:
-            return None
-        try:
-            message: Message = self._decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        return message
-
     def decode(self, parts: list[bytes]) -> Frame:
         """Read the two frames of a message.
 
@@ -71,17 +61,25 @@ class Codec:
         """
         if len(parts) != 2 or len(parts[0]) != ENVELOPE.size:
             raise InvalidFrame("malformed", "a message is two frames: 16 bytes of incarnations and a MessagePack body")
-        envelope, body = parts
+        message = self.read(parts[1])
+        sender, addressee = ENVELOPE.unpack(parts[0])
+        return Frame(sender, addressee, message)
+
+    def read(self, body: bytes) -> Message:
+        """Read the body of a message.
+
+        Raises:
+            InvalidFrame: it is too large, not MessagePack, or no message that may come from there.
+        """
         if len(body) > self._max_body_bytes:
             raise InvalidFrame(
                 "too_large", f"the body has {len(body)} bytes; at most {self._max_body_bytes} are allowed"
             )
         try:
-            message = self._decoder.decode(body)
+            message: Message = self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidFrame("invalid", f"not a valid message: {error}", _readable(body)) from None
-        sender, addressee = ENVELOPE.unpack(envelope)
-        return Frame(sender, addressee, message)
+        return message
 
 
 def error_for(invalid: InvalidFrame) -> Error | None:
@@ -121,8 +119,8 @@ def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
     return np.frombuffer(view, dtype="<i4")
 
 
-def all_below(values: npt.NDArray[np.int32], limit: int) -> bool:
-    """Whether all of `values` [n] are from 0 to `limit` - 1."""
+def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]) -> bool:
+    """Whether all of `values` [n] are from 0 to `limit` - 1; `limit` is one for all, or one for each, uint32 [n]."""
     return int(np.count_nonzero(values.view(np.uint32) < limit)) == values.size
 
 

@@ -217,13 +217,11 @@ class ExecutorCore:
             if self._could_run_since is None:
                 self._could_run_since = now
             awaited = [rank for rank in self._ranks if rank and rank.awaited and not rank.late]
-            if awaited and self._in_flight:
-                self._waited_for.update(dict.fromkeys(rank.peer.index for rank in awaited))
-                break
             until = max((rank.awaited_since for rank in awaited), default=now) + self._window_s
-            if awaited and now < until:
+            if awaited and (self._in_flight or now < until):
                 self._waited_for.update(dict.fromkeys(rank.peer.index for rank in awaited))
-                effects.append(WakeAt(until))
+                if not self._in_flight:
+                    effects.append(WakeAt(until))
                 break
             for rank in awaited:
                 rank.late = True

@@ -153,7 +153,7 @@ class Merger:
             return None
         if not all(self._last.get(part.rank) is part for part in steady.parts):
             return None
-        ends = steady.ends + _ONE
+        positions, ends = steady.ends, steady.ends + _ONE
         longest = steady.longest + 1
         if longest > self._limits.max_model_len:
             return None
@@ -181,7 +181,7 @@ class Merger:
             self._last[part.rank] = part
         self._rows.advance(last.rows, ends, ends + _ONE)
         tables = self._rows.tables(last.rows, longest)
-        steady.step = MergedStep([], last.ranks, last.rows, steady.ends - _ONE, last.num_tokens, last.samples, tables)
+        steady.step = MergedStep([], last.ranks, last.rows, positions, last.num_tokens, last.samples, tables)
         return steady.parts, steady.step
 
     def _begin_steady(self, parts: list[Part], step: MergedStep, ends: Int32) -> None:
@@ -201,9 +201,7 @@ class Merger:
         local = unpack_ints(memoryview(b"".join([schedule.block_rows for schedule in schedules])))
         blocks = unpack_ints(memoryview(b"".join([schedule.block_ids for schedule in schedules])))
         of = np.repeat(np.array(ranks, np.int32), count)
-        if not all_below(local, self._limits.max_num_seqs):
-            return None
-        if np.count_nonzero(blocks.view(np.uint32) < self._blocks_of_rank[of]) < blocks.size:
+        if not (all_below(local, self._limits.max_num_seqs) and all_below(blocks, self._blocks_of_rank[of])):
             return None
         rows = local + of * np.int32(self._limits.max_num_seqs)
         places = steady.places[rows]
@@ -312,7 +310,8 @@ class Merger:
                 int(local[too_far.argmax()]), int(lengths[too_far.argmax()]), int(ends[too_far.argmax()])
             )
         if (uncovered := ends > self._room(rows)).any():
-            self._refuse_uncovered(rank, rows, ends, uncovered)
+            place = int(uncovered.argmax())
+            raise Refused(f"row {local[place]} has no block for position {ends[place] - 1}")
         samples = ends == lengths
         self._rows.advance(rows, ends, lengths + samples)
         return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again)
@@ -325,10 +324,6 @@ class Merger:
             row = int(last.rows[last.samples.argmin()]) - self._first_row(rank)
             raise Refused(f"row {row} did not come to its last token; only rows that drew one can run again")
         return last.rows - np.int32(self._first_row(rank))
-
-    def _refuse_uncovered(self, rank: int, rows: Int32, ends: Int32, uncovered: npt.NDArray[np.bool_]) -> NoReturn:
-        place = int(uncovered.argmax())
-        raise Refused(f"row {rows[place] - self._first_row(rank)} has no block for position {ends[place] - 1}")
 
     def _refuse_too_far(self, row: int, length: int, end: int) -> NoReturn:
         if length == 0:

@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from frontend.client import AsyncClient, Client
 
 
-class Turn:
-    """A turn of a session: iterate over its output, as it comes."""
+class _OfTurn:
+    """What can be said of a turn without waiting."""
 
-    def __init__(self, client: "Client", session: SessionStream, stream: TurnStream) -> None:
-        self._client = client
+    def __init__(self, session: SessionStream, stream: TurnStream) -> None:
         self._session = session
         self._stream = stream
 
@@ -29,6 +28,31 @@ class Turn:
     def token_ids(self) -> list[int]:
         """What has come so far."""
         return list(self._stream.token_ids)
+
+
+class _OfSession:
+    """What can be said of a session without waiting."""
+
+    def __init__(self, stream: SessionStream) -> None:
+        self._stream = stream
+
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+        return self._stream.request.request_id
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._stream.over
+
+
+class Turn(_OfTurn):
+    """A turn of a session: iterate over its output, as it comes."""
+
+    def __init__(self, client: "Client", session: SessionStream, stream: TurnStream) -> None:
+        super().__init__(session, stream)
+        self._client = client
 
     def __iter__(self) -> Iterator[Piece]:
         """What was not read yet, until the turn has ended.
@@ -59,23 +83,13 @@ class Turn:
         self._client._pump(0)
 
 
-class Session:
+class Session(_OfSession):
     """A session. `first` is its first turn."""
 
     def __init__(self, client: "Client", stream: SessionStream) -> None:
+        super().__init__(stream)
         self._client = client
-        self._stream = stream
         self.first = Turn(client, stream, stream.turns[0])
-
-    @property
-    def request_id(self) -> str:
-        """Its name."""
-        return self._stream.request.request_id
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return self._stream.over
 
     def append(self, prompt: Prompt = (), **params: Any) -> Turn:
         """Give it its next input, at any time. `params` are for this turn, whole; none are those it was opened with.
@@ -119,23 +133,12 @@ class Session:
             self.close()
 
 
-class AsyncTurn:
+class AsyncTurn(_OfTurn):
     """As `Turn`."""
 
     def __init__(self, client: "AsyncClient", session: SessionStream, stream: TurnStream) -> None:
+        super().__init__(session, stream)
         self._client = client
-        self._session = session
-        self._stream = stream
-
-    @property
-    def text(self) -> str:
-        """As `Turn.text`."""
-        return self._stream.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """As `Turn.token_ids`."""
-        return list(self._stream.token_ids)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """As for `Turn`."""
@@ -161,23 +164,13 @@ class AsyncTurn:
         await self._client._flush()
 
 
-class AsyncSession:
+class AsyncSession(_OfSession):
     """As `Session`."""
 
     def __init__(self, client: "AsyncClient", stream: SessionStream) -> None:
+        super().__init__(stream)
         self._client = client
-        self._stream = stream
         self.first = AsyncTurn(client, stream, stream.turns[0])
-
-    @property
-    def request_id(self) -> str:
-        """Its name."""
-        return self._stream.request.request_id
-
-    @property
-    def over(self) -> bool:
-        """As `Session.over`."""
-        return self._stream.over
 
     async def append(self, prompt: Prompt = (), **params: Any) -> AsyncTurn:
         """As `Session.append`."""

@@ -2,7 +2,9 @@
 
 libzmq has a thread of its own for the sockets, and each message is handed from it to the process's loop or back. On one
 CPU that is a switch, between two an interrupt, which on virtual machines costs more than all that is done with the
-message. So the two share a CPU, and the processes of an engine are spread over those there are.
+message. So the two share a CPU, and the processes of an engine are spread over those there are. libzmq's thread runs as
+a batch job (sched(7), SCHED_BATCH): it does not interrupt the loop for each message, but sends what the loop has left
+when that waits, all at once.
 """
 
 import os

@@ -6,6 +6,7 @@ nobody can make two prompts share a name, which would let one client read anothe
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from bus.messages import Ints, MultimodalFeature
@@ -13,6 +14,7 @@ from bus.messages import Ints, MultimodalFeature
 HASH_BYTES = 16
 
 
+@lru_cache
 def root_hash(cache_salt: str = "") -> bytes:
     """The name that the first block of a prompt hangs on."""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()

@@ -82,6 +82,8 @@ class FrontendCore:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
             effects = self._receive(event.peer, event.message)
+            if not isinstance(event.message, Load | ExecutorStatus):
+                return effects  # the others do not change whether the engine is ready
         elif isinstance(event, Posted):
             effects = self._call(event.value)
         elif isinstance(event, PeerUp):
@@ -231,7 +233,7 @@ class FrontendCore:
             raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
         if request.mm_features and request.text_output and not request.resumable:
             raise BadRequest("mm_features are for requests of tokens: set text_output to false")
-        if not self._is_ready():
+        if not self._was_ready:
             raise Unroutable("the engine is not ready: it needs an executor and a rank; try again soon")
 
     def _abort(self, peer: Peer, abort: Abort) -> list[Effect]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from bus.core import Peer
 from bus.messages import Ints, Sampling
+from bus.wire import unpack_ints
 
 if TYPE_CHECKING:
     from frontend.session import Session
@@ -35,7 +36,8 @@ class Entry:
     wanted: bool = True
     session: "Session | None" = None
     steady: "SteadyOutputs | None" = None
-    """Who keeps its newest tokens, if anybody does."""
+    """Who keeps its newest tokens, if anybody does; `steady_since` is the first of the kept steps that it was in."""
+    steady_since: int = 0
     _output: bytearray = field(default_factory=bytearray)
 
     @property
@@ -56,7 +58,7 @@ class Entry:
     def on_its_own(self) -> None:
         """Whom its tokens are for is about to change: it is no longer served together with others."""
         if self.steady is not None:
-            self.steady.end()
+            self.steady.leave()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,7 +66,7 @@ class Entry:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output) // 4
+        return len(self._output) // 4 + (self.steady.pending(self) if self.steady is not None else 0)
 
 
 Key = tuple[Peer | None, str]
@@ -98,6 +100,10 @@ class Ledger:
     def get(self, handle: int) -> Entry | None:
         """The sequence with this handle, if it is unfinished."""
         return self._entries.get(handle)
+
+    def find(self, handles: Ints) -> list[Entry | None]:
+        """The sequences with these handles, None for each that is not unfinished."""
+        return list(map(self._entries.get, unpack_ints(handles).tolist()))
 
     def remove(self, entry: Entry) -> None:
         """Forget a sequence: it has ended."""

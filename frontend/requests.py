@@ -57,9 +57,7 @@ class Requests:
         self._counters = counters
         self._ranks: dict[int, Peer] = {}
         self._steady: dict[int, SteadyOutputs] = {}
-        """By rank, while its steps are alike."""
-        self._last_handles: dict[int, Ints] = {}
-        """Of each rank's last step, if it had one token for each of them, and nothing else."""
+        """Of each rank that is up."""
         self.ledger = Ledger()
 
     @property
@@ -70,12 +68,13 @@ class Requests:
     def rank_up(self, peer: Peer) -> None:
         """Use a rank from now on."""
         self._ranks[peer.index] = peer
+        self._steady[peer.index] = SteadyOutputs(peer.index, self.ledger)
 
     def rank_down(self, peer: Peer, turns: Turns) -> list[Effect]:
         """Stop using a rank, and end its requests."""
         self._ranks.pop(peer.index, None)
         if (steady := self._steady.pop(peer.index, None)) is not None:
-            steady.end()
+            steady.leave()
         return self._end(peer.index, "unavailable", f"rank {peer.index} was lost; send the request again", turns)
 
     def add(
@@ -188,30 +187,44 @@ class Requests:
     def outputs(self, rank: int, outputs: Outputs, turns: Turns) -> list[Effect]:
         """Pass a step's output on to whom it is for."""
         steady = self._steady.get(rank)
-        if steady is not None:
-            if steady.goes_on(outputs):
+        if steady is not None and outputs.handles.nbytes:
+            if self._is_steady(outputs) and (effects := steady.take(outputs)) is not None:
                 self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
-                return steady.add(outputs)
-            steady.end()
-            del self._steady[rank]
+                if outputs.started or outputs.ended:
+                    news = News(rank, outputs.step)
+                    after = self._begin_and_end(rank, outputs, news, turns)
+                    effects += [*news.effects(), *after]
+                return effects
+            steady.leave()
         handles = unpack_ints(outputs.handles).tolist()
         counts = unpack_ints(outputs.counts) if outputs.counts.nbytes else None
         if counts is not None and ((counts < 0).any() or int(counts.sum()) * 4 != outputs.tokens.nbytes):
             self._counters.add("invalid_outputs")
             return []
         news = News(rank, outputs.step)
+        logprobs = {item.owner: item for item in outputs.logprobs}
+        for handle, tokens in zip(handles, split_by_counts(outputs.tokens, counts, len(handles)), strict=True):
+            if (entry := self._known(handle, rank)) is not None:
+                entry.add_output(tokens)
+                news.add(entry, tokens, logprobs.get(handle))
+        self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
+        after = self._begin_and_end(rank, outputs, news, turns)
+        return [*news.effects(), *after]
+
+    def _is_steady(self, outputs: Outputs) -> bool:
+        """Whether clients' sequences alone begin or end, and there is one token for each sequence."""
+        changed = [item.handle for item in outputs.started] + [item.handle for item in outputs.ended]
+        return is_plain(outputs) and all(
+            (entry := self.ledger.get(handle)) is not None and entry.owner is not None and entry.session is None
+            for handle in changed
+        )
+
+    def _begin_and_end(self, rank: int, outputs: Outputs, news: "News", turns: Turns) -> list[Effect]:
+        """Note what else has happened to sequences; the effects come after those of `news`."""
         for item in outputs.started:
             if (entry := self._known(item.handle, rank)) is not None:
                 entry.cached_tokens = item.cached_tokens
                 news.start(entry, item)
-        logprobs = {item.owner: item for item in outputs.logprobs}
-        known = []
-        for handle, tokens in zip(handles, split_by_counts(outputs.tokens, counts, len(handles)), strict=True):
-            if (entry := self._known(handle, rank)) is not None:
-                known.append(entry)
-                entry.add_output(tokens)
-                news.add(entry, tokens, logprobs.get(handle))
-        self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
         after: list[Effect] = []
         for turn in outputs.turns:
             if (entry := self._known(turn.handle, rank)) is not None and entry.session is not None:
@@ -219,16 +232,7 @@ class Requests:
         for ended in outputs.ended:
             if (entry := self._known(ended.handle, rank)) is not None:
                 after += self._finish(entry, ended, news, turns)
-        self._watch(rank, outputs, known)
-        return [*news.effects(), *after]
-
-    def _watch(self, rank: int, outputs: Outputs, known: list[Entry]) -> None:
-        """Look whether a rank's steps are alike from here on: this one was as the last."""
-        last = self._last_handles.pop(rank, None)
-        if is_plain(outputs) and outputs.handles.nbytes == 4 * len(known):
-            self._last_handles[rank] = outputs.handles
-            if last == outputs.handles:
-                self._steady[rank] = SteadyOutputs(rank, outputs.handles, known)
+        return after
 
     def _known(self, handle: int, rank: int) -> Entry | None:
         entry = self.ledger.get(handle)
@@ -238,12 +242,16 @@ class Requests:
         return entry
 
     def _finish(self, entry: Entry, ended: RequestEnded, news: "News", turns: Turns) -> list[Effect]:
-        self.ledger.remove(entry)
         if entry.session is not None:
+            entry.on_its_own()
+            self.ledger.remove(entry)
             self._counters.add(f"sessions_ended/{ended.reason}")
             return turns.ended(entry, ended, news)
-        self._counters.add(f"requests_ended/{ended.reason}")
         news.end(entry, ended)
+        if entry.steady is not None:
+            entry.steady.remove(entry)
+        self.ledger.remove(entry)
+        self._counters.add(f"requests_ended/{ended.reason}")
         return []
 
     def _end(self, rank: int, code: str, sentence: str, turns: Turns) -> list[Effect]:

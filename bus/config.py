@@ -78,6 +78,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     single_step: bool = False
     """Ranks schedule only on command (debugging and tests)."""
 
+    # Speculation (native scheduler)
+    speculation: Literal["off", "ngram"] = "off"
+    """Where draft tokens come from: nowhere, or from what follows the last tokens where they stood before (ngram)."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7
+    """Most drafts of a request in a step."""
+    prompt_lookup_min: Positive = 2
+    """How many last tokens must stand elsewhere in a request for what follows there to be tried."""
+    prompt_lookup_max: Positive = 4
+    """So many are looked at: where more of them agree is preferred."""
+
     # Routing and batching
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
     batching_window_ms: Annotated[float, Meta(ge=0)] = 5.0
@@ -136,6 +146,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def journal_path(self) -> Path:
         return Path(self.journal_dir).expanduser().absolute() if self.journal_dir else self.run_path / "journal"
 
+    @property
+    def most_drafts(self) -> int:
+        """Most draft tokens of a request in a step; 0 without speculation."""
+        return 0 if self.speculation == "off" else self.num_speculative_tokens
+
     def journals(self, role: str) -> bool:
         """Whether processes of this role keep a journal."""
         return self.journal == "on" or role in self.journal.split(",")
@@ -192,6 +207,13 @@ def load(
             f"journal: {config.journal!r} is not allowed; it must be off, on, or some of {', '.join(JOURNALED)} "
             "with commas between"
         )
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"prompt_lookup_min: {config.prompt_lookup_min} is not allowed; it must be at most prompt_lookup_max, "
+            f"{config.prompt_lookup_max}"
+        )
+    if config.speculation != "off" and config.scheduler != "native":
+        raise ConfigError(f"speculation: {config.speculation!r} is not allowed with scheduler vllm; it must be 'off'")
     if config.otlp_traces_endpoint and not config.log_stats:
         raise ConfigError("otlp_traces_endpoint: traces are made of statistics, so log_stats must be true")
     if config.port + config.frontends - 1 > 65535:

@@ -719,18 +719,21 @@ class KvPool(Message, frozen=True, kw_only=True):
 
 
 class StepResult(Message, frozen=True, kw_only=True):
-    """What a step gave one rank. `tokens` has one per row of the schedule, in its order.
+    """What a step gave one rank: `tokens` in the order of the schedule's rows, `counts` [rows] of each.
 
-    A token is -1 where the row does not sample yet (its prompt is not complete) and -2 where its logits were not
-    numbers. `logprobs` are owned by rows.
+    `counts` is left out when each row has one token. It is -1 where the row does not sample yet (its prompt is not
+    complete) and -2 where its logits were not numbers. A row with drafts has the tokens that it would have drawn one by
+    one: drafts that were right, and one more. `logprobs` are owned by rows, and have as many positions as there are
+    tokens.
     """
 
     step: int
     tokens: Ints
+    counts: Ints = EMPTY
     logprobs: list[Logprobs] = []
 
     def __post_init__(self) -> None:
-        _check_words(tokens=self.tokens)
+        _check_words(tokens=self.tokens, counts=self.counts)
 
 
 # Step bus: rank → executor
@@ -788,6 +791,11 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     without `rows`, `num_tokens` and rows to set up, the rows of this rank's last schedule run one token each. `more`
     says that this rank expects to send another right after it has this one's result.
 
+    Of the tokens of each row the last `num_drafts` [n] (left out: none) are drafts, which come after all that the row
+    has; `drafts` holds them one after the other. The step draws the row's next token, and one after each draft as if it
+    were right; the result has those up to the first that is not the draft in its place. That is how far the row has
+    come then, and until then no schedule may name it, but to set it up anew.
+
     At least one row runs, and `step` grows from schedule to schedule. Answered by the `StepResult` with the same
     `step`, or by an `Error` with code ``schedule_refused`` and that `step`: then nothing of it was run and all rows of
     the rank are void, so that what is to run on has to be set up again (`ResumeRow`). Steps sent before it are not
@@ -798,6 +806,8 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     rows: Ints = EMPTY
     again: bool = False
     num_tokens: Ints = EMPTY
+    num_drafts: Ints = EMPTY
+    drafts: Ints = EMPTY
     block_rows: Ints = EMPTY
     block_ids: Ints = EMPTY
     new: list[NewRow] = []
@@ -806,11 +816,12 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     more: bool = False
 
     def __post_init__(self) -> None:
-        _check_words(rows=self.rows, block_rows=self.block_rows)
+        _check_words(rows=self.rows, block_rows=self.block_rows, drafts=self.drafts)
         if self.again and (self.rows.nbytes or self.new or self.resumed or self.continued):
             raise ValueError("`again` is for schedules without `rows`, `new`, `resumed` and `continued`")
-        if self.num_tokens.nbytes:
-            _check_lengths(self.rows.nbytes // 4, num_tokens=self.num_tokens)
+        for name, array in (("num_tokens", self.num_tokens), ("num_drafts", self.num_drafts)):
+            if array.nbytes:
+                _check_lengths(self.rows.nbytes // 4, **{name: array})
         _check_lengths(self.block_rows.nbytes // 4, block_ids=self.block_ids)
 
 

@@ -76,7 +76,7 @@ class Model(NamedTuple):
     def run_layers(
         self,
         attention: Attention,
-        rows: int,
+        lines: int,
         kinds: tuple[Layer, ...],
         layers: list[list[Array]],
         kv: list[Array],
@@ -86,7 +86,8 @@ class Model(NamedTuple):
         """Run some layers, which are of these `kinds`.
 
         Returns:
-            Their output for the last token of each sequence [shards, rows, hidden], their output, and their KV cache.
+            Their output for the last token of each sequence [shards, lines, hidden], which there are at most `lines`
+            of, their output, and their KV cache.
         """
         # One of each kind is traced and lowered for all: a start with compiled programs is mostly tracing.
         run = {kind: jax.jit(partial(_run_layer, kind, attention)) for kind in kinds}
@@ -95,14 +96,13 @@ class Model(NamedTuple):
             x, layer_kv = run[kind](layer, layer_kv, x, shared)
             new_kv.append(layer_kv)
         ending = over_shards(lambda x, last: x[last])(x, shared.last)
-        return jnp.pad(ending, ((0, 0), (0, rows - ending.shape[1]), (0, 0))), x, new_kv
+        return jnp.pad(ending, ((0, 0), (0, lines - ending.shape[1]), (0, 0))), x, new_kv
 
-    def head(self, outer: list[Array], ending: Array, picks: Array) -> Array:
-        """Logits, float32 [shards, n, vocabulary], of the sequences that `picks` [shards, n, 3] names first.
+    def head(self, spare: int, outer: list[Array], ending: Array, picks: Array) -> Array:
+        """Logits, float32 [shards, n, vocabulary], of the lines of `ending` that `picks` [shards, n, 3] names first.
 
-        A device gets those of its lines.
+        A device gets those of its lines. Padding names the row `spare`.
         """
-        spare = ending.shape[1]  # the row that padding names
         taken = over_shards(lambda x, picks: mark_unused(x[picks[:, 0]], picks[:, 1] != spare))(ending, picks)
         return self._outer(outer).logits(taken)
 
@@ -127,6 +127,11 @@ def _spread(batch: Batch, num_tokens: int) -> tuple[Tokens, Array]:
     valid = at < ends[-1]
     positions = jnp.where(valid, batch.positions[sequences] + within, 0)
     return Tokens(sequences, positions, valid), jnp.maximum(ends - 1, 0)
+
+
+def lines(x: Array, tokens: Array) -> Array:
+    """The output for certain `tokens` [shards, lines] of a step, [shards, lines, hidden]: `x` has that of all."""
+    return over_shards(lambda x, tokens: x[tokens])(x, tokens)
 
 
 def set_up(

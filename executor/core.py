@@ -300,6 +300,8 @@ class ExecutorCore:
             raise RuntimeError(f"the device finished step {done.number}; step {number} was to come first")
         effects: list[Effect] = []
         results = split(parts, done.sampled, self._limits.max_num_seqs)
+        if done.sampled.counts is not None:
+            self._merger.judged(parts, done.sampled.counts)
         for rank, result in zip(owners, results, strict=True):
             rank.in_flight -= 1
             if self._ranks[rank.peer.index] is not rank:

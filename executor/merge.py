@@ -12,7 +12,7 @@ from bus.messages import ContinueRow, Ints, NewRow, PartialSchedule, ResumeRow
 from bus.sampling import fault_of
 from bus.wire import all_below, unpack_ints
 from executor.rows import Rows
-from executor.step import Int32, MergedStep, RowSetup
+from executor.step import Drafts, Int32, MergedStep, RowSetup
 
 _ONE = np.int32(1)
 _NONE: Int32 = np.empty(0, np.int32)
@@ -29,7 +29,8 @@ class Refused(Exception):
 class Limits:
     """What schedules are checked against. `blocks_of_rank` has the KV blocks of each rank.
 
-    `first_blocks`, where given, is the number that the first block of each rank has in the merged step.
+    `first_blocks`, where given, is the number that the first block of each rank has in the merged step. `most_drafts`
+    is for each row.
     """
 
     max_num_seqs: int
@@ -38,6 +39,7 @@ class Limits:
     vocab_size: int
     blocks_of_rank: Sequence[int]
     first_blocks: Sequence[int] | None = None
+    most_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Part:
     num_tokens: Int32
     samples: npt.NDArray[np.bool_]
     again: bool = False
+    drafts: Drafts | None = None
 
 
 class _Begun(NamedTuple):
@@ -100,11 +103,27 @@ class Merger:
         """What each rank ran last."""
         self._steady: dict[tuple[int, ...], _Steady] = {}
         """By the ranks that took part in a step."""
+        self._drafting: dict[int, Part] = {}
+        """Rows with drafts that are not judged, and the parts that these were in."""
 
     def void(self, rank: int) -> None:
         """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""
         self._last.pop(rank, None)
+        self._drafting = {row: part for row, part in self._drafting.items() if part.rank != rank}
         self._rows.void(rank)
+
+    def judged(self, parts: list[Part], counts: Int32) -> None:
+        """A step with drafts, merged from `parts`, has come back with `counts` tokens of each of its sequences."""
+        first = 0
+        for part in parts:
+            mine = counts[first : first + part.rows.size]
+            first += part.rows.size
+            if part.drafts is not None:
+                for place in np.flatnonzero(part.drafts.counts).tolist():
+                    row = int(part.rows[place])
+                    if self._drafting.get(row) is part:
+                        del self._drafting[row]
+                        self._rows.accept(row, int(mine[place]) - 1)
 
     def apply(self, rank: int, schedule: PartialSchedule) -> Part:
         """Check a rank's next schedule and bring its rows up to date with it.
@@ -136,6 +155,7 @@ class Merger:
             num_tokens=num_tokens,
             samples=np.concatenate([part.samples for part in parts]),
             block_tables=self._rows.tables(rows, int(ends.max())),
+            drafts=_drafts_of(parts),
         )
         if all(part.again for part in parts):
             self._begin_steady(parts, step, ends)
@@ -255,6 +275,7 @@ class Merger:
                 f"row {item.row}: {blocks.size} blocks are more than the {self._rows.most_blocks} a row can use"
             )
         self._check_sampling(item)
+        self._drafting.pop(row, None)
         self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks + self._first_blocks[rank])
         return RowSetup(row, 0, tokens, tokens.size - num_output_tokens, item.sampling)
 
@@ -263,6 +284,8 @@ class Merger:
         length = int(self._rows.lengths[row])
         if length == 0:
             raise Refused(f"row {item.row} is continued but was never set up")
+        if row in self._drafting:
+            raise Refused(f"row {item.row} is continued before its drafts are judged")
         tokens = self._tokens(item.token_ids, item.row)
         if not 0 <= item.drop <= length:
             raise Refused(f"row {item.row} has {length} tokens, {item.drop} cannot be dropped")
@@ -302,7 +325,11 @@ class Merger:
         if (total := int(num_tokens.sum(dtype=np.int64))) > self._limits.max_num_batched_tokens:
             raise Refused(f"{total} tokens are more than max_num_batched_tokens {self._limits.max_num_batched_tokens}")
         rows = local + np.int32(self._first_row(rank))
-        lengths = self._rows.lengths[rows]
+        if self._drafting and (early := [row for row in rows.tolist() if row in self._drafting]):
+            raise Refused(f"row {early[0] - self._first_row(rank)} runs before its drafts are judged")
+        drafts = self._check_drafts(schedule, local) if schedule.num_drafts.nbytes or schedule.drafts.nbytes else None
+        known = self._rows.lengths[rows]
+        lengths = known if drafts is None else known + drafts.counts
         ends = self._rows.positions[rows] + num_tokens
         too_far = ends > np.minimum(lengths, self._limits.max_model_len)
         if too_far.any():
@@ -313,8 +340,29 @@ class Merger:
             place = int(uncovered.argmax())
             raise Refused(f"row {local[place]} has no block for position {ends[place] - 1}")
         samples = ends == lengths
-        self._rows.advance(rows, ends, lengths + samples)
-        return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again)
+        if drafts is None:
+            self._rows.advance(rows, ends, known + samples)
+            return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again)
+        if (short := (drafts.counts > 0) & ~samples).any():
+            raise Refused(f"row {local[short.argmax()]} has drafts but does not run up to the last of them")
+        self._rows.advance(rows, ends - drafts.counts, known + samples)  # as if no draft were right
+        part = Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, drafts=drafts)
+        self._drafting |= dict.fromkeys(rows[drafts.counts > 0].tolist(), part)
+        return part
+
+    def _check_drafts(self, schedule: PartialSchedule, local: Int32) -> Drafts | None:
+        """The drafts of a schedule; None if there are none after all."""
+        tokens = unpack_ints(schedule.drafts)
+        counts = unpack_ints(schedule.num_drafts) if schedule.num_drafts.nbytes else np.zeros_like(local)
+        most = self._limits.most_drafts
+        if not all_below(counts, most + 1):
+            place = int((counts.view(np.uint32) > most).argmax())
+            raise Refused(f"row {local[place]} has {counts[place]} drafts; a row may have from 0 to {most}")
+        if counts.sum() != tokens.size:
+            raise Refused(f"there are {tokens.size} drafts; the counts of the rows make {counts.sum()}")
+        if not all_below(tokens, self._limits.vocab_size):
+            self._tokens(schedule.drafts, int(local[counts.argmax()]))
+        return Drafts(counts, tokens) if tokens.size else None
 
     def _rows_again(self, rank: int) -> Int32:
         last = self._last.get(rank)
@@ -366,3 +414,11 @@ class Merger:
     def _check_sampling(self, item: NewRow | ResumeRow | ContinueRow) -> None:
         if fault := fault_of(item.sampling, self._limits.vocab_size):
             raise Refused(f"row {item.row}: {fault}")
+
+
+def _drafts_of(parts: list[Part]) -> Drafts | None:
+    """The drafts of a step that is merged from `parts`."""
+    if all(part.drafts is None for part in parts):
+        return None
+    drafts = [part.drafts or Drafts(np.zeros_like(part.rows), _NONE) for part in parts]
+    return Drafts(np.concatenate([of.counts for of in drafts]), np.concatenate([of.tokens for of in drafts]))

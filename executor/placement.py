@@ -8,7 +8,7 @@ import numpy as np
 from bus.messages import Sampling
 from executor import sampling
 from executor.compute import FIELDS
-from executor.step import Float32, Int32, MergedStep, RowSetup
+from executor.step import Drafts, Float32, Int32, MergedStep, RowSetup, within
 
 SETUP_TOKENS = 1024
 SETUP_ROWS = 16
@@ -76,7 +76,11 @@ class Placement:
         return placed
 
     def draws(self, step: MergedStep, places: Places) -> tuple[Int32, Places]:
-        """Which entries of a step at `places` draw a token (int32 [m]), and where what they draw goes."""
+        """Which entry of a step at `places` each token is drawn for (int32 [m]), and where what is drawn goes."""
+        if step.drafts is not None:
+            lines = np.where(step.samples, 1 + step.drafts.counts, 0)
+            indices = np.repeat(np.arange(step.rows.size, dtype=np.int32), lines)
+            return indices, self.place(step.rows[indices])
         if step.samples.all():
             return np.arange(step.rows.size, dtype=np.int32), places
         indices = np.flatnonzero(step.samples).astype(np.int32)
@@ -101,24 +105,46 @@ class Placement:
         return packed
 
     def pack_picks(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:
-        """What is drawn, [shards, size, 3]: place in the batch, row, position of the drawn token.
+        """What is drawn, [shards, size, 3]: whose output it is drawn from, row, position of the drawn token.
 
-        `indices` says which entries of the step draw, `drawn` where those go.
+        `indices` says for which entries of the step, `drawn` where each goes. The output is that of the sequence in
+        that place of the batch, or, with drafts, of the token in that place of what `pack_lines` asks for.
         """
         picks = np.zeros((self.shards, size, 3), np.int32)
         picks[:, :, 1] = self.rows
         shards, lines = drawn.at
-        picks[shards, lines, 0] = places.places[indices]
+        ends = (step.positions + step.num_tokens)[indices]
+        picks[shards, lines, 0] = places.places[indices] if step.drafts is None else drawn.places
         picks[shards, lines, 1] = drawn.rows
-        picks[shards, lines, 2] = (step.positions + step.num_tokens)[indices]
+        picks[shards, lines, 2] = ends if step.drafts is None else ends - _to_come(step.drafts, indices)
         return picks
 
-    def setup_pieces(self, setups: list[RowSetup]) -> Iterator[SetupPiece]:
-        """All that `setups` write, in as few pieces as it takes, at least one."""
+    def pack_lines(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:
+        """Which of a shard's tokens each token is drawn after, [shards, size], for a step with drafts."""
+        assert step.drafts is not None
+        tokens = np.zeros(step.rows.size, np.int32)
+        for shard in range(self.shards):
+            mine = places.shards == shard
+            tokens[mine] = np.cumsum(step.num_tokens[mine], dtype=np.int32)
+        packed = np.zeros((self.shards, size), np.int32)
+        packed[drawn.at] = tokens[indices] - 1 - _to_come(step.drafts, indices)
+        return packed
+
+    def draft_entries(self, step: MergedStep, drafts: Drafts) -> Int32:
+        """Global row, position and token of each of a step's drafts; int32 [drafts, 3]."""
+        begins = np.repeat(step.positions + step.num_tokens - drafts.counts, drafts.counts)
+        return np.column_stack([np.repeat(step.rows, drafts.counts), begins + drafts.places, drafts.tokens])
+
+    def setup_pieces(self, setups: list[RowSetup], drafts: Int32 | None = None) -> Iterator[SetupPiece]:
+        """All that `setups` write, in as few pieces as it takes, at least one, and `drafts` (see `draft_entries`)."""
         of_shard: list[list[RowSetup]] = [[] for _ in range(self.shards)]
         for setup in setups:
             of_shard[setup.row // self.rows].append(setup)
         tokens = [self._entries(group) for group in of_shard]
+        if drafts is not None:
+            shards = drafts[:, 0] // self.rows
+            drafts = np.column_stack([drafts[:, 0] % self.rows, drafts[:, 1:]])
+            tokens = [np.concatenate([entries, drafts[shards == shard]]) for shard, entries in enumerate(tokens)]
         calls = max(1, *(-(-len(entries) // SETUP_TOKENS) for entries in tokens))
         calls = max(calls, *(-(-len(group) // SETUP_ROWS) for group in of_shard))
         for call in range(calls):
@@ -161,3 +187,10 @@ class Placement:
 
 
 _NO_TOKENS: Int32 = np.empty(0, np.int32)
+
+
+def _to_come(drafts: Drafts, indices: Int32) -> Int32:
+    """How many more tokens each of the entries `indices`, of which a run has one for each token drawn, draws."""
+    lines = np.bincount(indices, minlength=drafts.counts.size).astype(np.int32)
+    left: Int32 = np.repeat(lines, lines) - 1 - within(lines)
+    return left

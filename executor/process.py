@@ -51,6 +51,7 @@ class Executor:
             vocab_size=runner.vocab_size,
             blocks_of_rank=[runner.blocks_of_rank(rank) for rank in range(config.ranks)],
             first_blocks=runner.first_blocks,
+            most_drafts=config.most_drafts,
         )
         construction = Construction(source.name, limits)
         recorder = journal.start(config, me, construction, Plain(), facts)

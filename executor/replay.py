@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import msgspec
@@ -19,7 +19,7 @@ from bus.replay import Differs, Subject, config_of, construction_of
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
 from executor.merge import Limits
 from executor.pipeline import StepRunner
-from executor.step import Float32, Int32, MergedStep, RowSetup
+from executor.step import Float32, Int32, MergedStep, RowSetup, SampledStep
 
 TABLES = 8
 """Block tables that are looked at in a step, the next ones in the next: all cost more than everything else."""
@@ -69,6 +69,9 @@ class Plain:
             "num_tokens": self._checksums[1],
             "block_tables": crc32(step.block_tables[first : first + TABLES].data),
         }
+        if step.drafts is not None:
+            said["num_drafts"] = crc32(step.drafts.counts.data)
+            said["drafts"] = crc32(step.drafts.tokens.data)
         if step.setups:
             said["setups"] = crc32(ENCODER.encode(step.setups))
         return said
@@ -112,7 +115,7 @@ TIE = 1e-4
 class ScoringRunner(StepRunner, Protocol):
     """A runner that can say what the tokens of a collected step were the largest of."""
 
-    def scores(self, handle: Any, index: int) -> Float32: ...
+    def scores(self, handle: Any, index: int, place: int) -> Float32: ...
 
 
 class Rerun:
@@ -155,25 +158,63 @@ class Rerun:
         corrections = [setup for setup in self._corrections if setup.row not in fresh]
         handle = self._runner.dispatch(replace(step, setups=[*corrections, *step.setups]))
         sampled = self._runner.collect(handle)
-        recorded = done.sampled.tokens
-        self._tokens += int((recorded >= 0).sum())
-        different = np.flatnonzero(sampled.tokens != recorded).tolist()
-        if not all(self._is_tie(handle, index, sampled.tokens[index], recorded[index]) for index in different):
-            raise Differs(_said(run.number, recorded), _said(run.number, sampled.tokens))
+        recorded = done.sampled
+        self._tokens += int((recorded.tokens >= 0).sum())
+        different = _different(sampled, recorded)
+        if not all(self._is_tie(handle, one) for one in different):
+            raise Differs(_said(run.number, recorded), _said(run.number, sampled))
         self._ties += len(different)
-        self._corrections = [self._correction(step, index, recorded[index]) for index in different]
+        self._corrections = [self._correction(step, one) for one in different]
 
-    def _is_tie(self, handle: Any, index: int, drawn: int, recorded: int) -> bool:
+    def _is_tie(self, handle: Any, different: "_Different") -> bool:
+        drawn, recorded = different.drawn, int(different.recorded[0])
         if drawn < 0 or recorded < 0:
             return False
-        scores = self._runner.scores(handle, index)
+        scores = self._runner.scores(handle, different.entry, different.place)
         return abs(float(scores[drawn]) - float(scores[recorded])) <= TIE
 
-    def _correction(self, step: MergedStep, index: int, token: int) -> RowSetup:
-        row = int(step.rows[index])
-        end = int(step.positions[index] + step.num_tokens[index])
-        return replace(self._last_setup[row], start=end, tokens=np.array([token], np.int32))
+    def _correction(self, step: MergedStep, different: "_Different") -> RowSetup:
+        entry = different.entry
+        known = int(step.positions[entry] + step.num_tokens[entry])
+        if step.drafts is not None:
+            known -= int(step.drafts.counts[entry])
+        setup = self._last_setup[int(step.rows[entry])]
+        return replace(setup, start=known + different.place, tokens=different.recorded)
 
 
-def _said(number: int, tokens: Int32) -> Item:
-    return Item("StepDone", None, {"number": number, "tokens": tokens.tolist()}, is_effect=False)
+class _Different(NamedTuple):
+    """An entry of a step that drew another token than was recorded, the first at `place` of its tokens.
+
+    `recorded` has what was recorded from there on.
+    """
+
+    entry: int
+    place: int
+    drawn: int
+    recorded: Int32
+
+
+def _different(drawn: SampledStep, recorded: SampledStep) -> list[_Different]:
+    """What two runs of a step do not have in common."""
+    if drawn.counts is None and recorded.counts is None:
+        return [
+            _Different(index, 0, int(drawn.tokens[index]), recorded.tokens[index : index + 1])
+            for index in np.flatnonzero(drawn.tokens != recorded.tokens).tolist()
+        ]
+    found = []
+    for index, (own, theirs) in enumerate(zip(_by_entry(drawn), _by_entry(recorded), strict=True)):
+        # With the same drafts, neither can be a part of the other
+        unequal = np.flatnonzero(own[: theirs.size] != theirs[: own.size])
+        if unequal.size:
+            place = int(unequal[0])
+            found.append(_Different(index, place, int(own[place]), theirs[place:]))
+    return found
+
+
+def _by_entry(sampled: SampledStep) -> list[Int32]:
+    counts = np.ones(sampled.tokens.size, np.int32) if sampled.counts is None else sampled.counts
+    return np.split(sampled.tokens, np.cumsum(counts)[:-1])
+
+
+def _said(number: int, sampled: SampledStep) -> Item:
+    return Item("StepDone", None, {"number": number, "tokens": sampled.tokens.tolist()}, is_effect=False)

@@ -68,6 +68,11 @@ class Rows:
         self.positions[rows] = ends
         self.lengths[rows] = lengths
 
+    def accept(self, row: int, count: int) -> None:
+        """So many tokens that a row was not known to have are its own, and computed."""
+        self.positions[row] += count
+        self.lengths[row] += count
+
     def tables(self, rows: Int32, longest: int) -> Int32:
         """The block tables of `rows` [n], as wide as it takes to hold `longest` tokens. Shape [n, widest]."""
         return self.block_tables[rows, : -(-longest // self.block_size)]

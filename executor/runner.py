@@ -14,13 +14,14 @@ from bus.config import Config
 from executor import device, sampling, weights
 from executor import mesh as meshes
 from executor.constraints import Constraints, Line, compose
+from executor.drafts import judge
 from executor.kernels import library, products
 from executor.placement import SETUP_TOKENS, Places
 from executor.programs import bucket
 from executor.progress import Progress
 from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams
 from executor.shards import Array
-from executor.step import Float32, Int32, MergedStep, RowSetup, SampledStep
+from executor.step import Drafts, Float32, Int32, MergedStep, SampledStep
 from executor.step_programs import StepPrograms
 
 
@@ -30,10 +31,10 @@ class _Drawn(NamedTuple):
     tokens: Array
     """int32 [shards, n]"""
     indices: Int32
-    """Entries of the step that draw; `places` says where in `tokens`."""
+    """The entry of the step that each token is drawn for; `places` says where in `tokens`."""
     places: Places
     wanted: dict[int, int]
-    """Which of the entries want log-probabilities, and how many besides the drawn token's; -1 for all."""
+    """Which of `indices` want log-probabilities, and how many besides the drawn token's; -1 for all."""
     logprobs: sampling.Logprobs | None
     logits: Array | None
     """float32 [shards, n, vocabulary], kept where an entry wants more than `TOP_LOGPROBS`."""
@@ -49,6 +50,7 @@ class Handle:
     size: int
     done: Array
     drawn: _Drawn | None
+    drafts: Drafts | None = None
 
 
 class Runner:
@@ -130,7 +132,7 @@ class Runner:
 
     def dispatch(self, step: MergedStep) -> Handle:
         """Give a step to the device. Steps run in the order of these calls; several may be on their way."""
-        self._set_up(step.setups)
+        self._set_up(step)
         places = self._placement.place(step.rows)
         if step.num_tokens.max() == 1:
             name, size = "decode", bucket(self._steps.decode_sizes, places.most)
@@ -142,8 +144,12 @@ class Runner:
         for group, layers in enumerate(self._layers):
             program = self._steps.layers_name(name, group)
             ending, x, self._kv[group] = self._programs.run(program, size, layers, self._kv[group], x, shared)
-        drawn = self._draw(step, places, ending) if step.samples.any() else None
-        return Handle(step.rows.size, ending, drawn)
+        drawn = None
+        if step.drafts is not None:
+            drawn = self._draw_tried(step, places, size, x)
+        elif step.samples.any():
+            drawn = self._draw(step, places, *self._placement.draws(step, places), ending)
+        return Handle(step.rows.size, ending, drawn, step.drafts)
 
     def collect(self, handle: Handle) -> SampledStep:
         """Wait until a step is done, and fetch what it drew."""
@@ -152,19 +158,24 @@ class Runner:
             handle.done.block_until_ready()
             return SampledStep(tokens)
         drawn = handle.drawn
-        tokens[drawn.indices] = np.asarray(drawn.tokens)[drawn.places.shards, drawn.places.places]
-        return SampledStep(tokens, dict(_read_logprobs(drawn)))
+        of_lines = np.asarray(drawn.tokens)[drawn.places.shards, drawn.places.places]
+        if handle.drafts is not None:
+            judged = judge(handle.size, handle.drafts, drawn.indices, of_lines)
+            return SampledStep(judged.tokens, _by_entry(_read_logprobs(drawn), drawn, judged.lines), judged.counts)
+        tokens[drawn.indices] = of_lines
+        return SampledStep(tokens, _by_entry(_read_logprobs(drawn), drawn))
 
-    def scores(self, handle: Handle, index: int) -> Float32:
-        """What the token at `index` of a step was the largest of, float32 [vocabulary], top-k and the like aside.
+    def scores(self, handle: Handle, index: int, place: int = 0) -> Float32:
+        """What a token was the largest of, the one at `place` of those of the entry `index` of a step.
 
-        That is its logits after all adjustments, or if it is drawn, these by the temperature, plus the noise. To be
-        called before a later step sets the row up anew, on a runner with `keep_scores`.
+        float32 [vocabulary], top-k and the like aside. That is its logits after all adjustments, or if it is drawn,
+        these by the temperature, plus the noise. To be called before a later step sets the row up anew, on a runner
+        with `keep_scores`.
         """
         drawn = handle.drawn
         assert drawn is not None
         assert drawn.adjusted is not None
-        place = int(np.flatnonzero(drawn.indices == index)[0])
+        place = int(np.flatnonzero(drawn.indices == index)[place])
         shard, line = int(drawn.places.shards[place]), int(drawn.places.places[place])
         row, end = (int(value) for value in drawn.picks[shard, line, 1:])
         logits = drawn.adjusted[shard, line]
@@ -177,19 +188,27 @@ class Runner:
 
     # A step
 
-    def _set_up(self, setups: list[RowSetup]) -> None:
-        for setup in setups:
+    def _set_up(self, step: MergedStep) -> None:
+        """Write what rows begin with, and the drafts, which stand where they would if they were right."""
+        for setup in step.setups:
             asked = setup.sampling
             self._greedy[setup.row] = asked.temperature < sampling.GREEDY_BELOW
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))
-        for piece in self._placement.setup_pieces(setups) if setups else ():
+        drafts = None if step.drafts is None else self._placement.draft_entries(step, step.drafts)
+        pieces = self._placement.setup_pieces(step.setups, drafts) if step.setups or step.drafts is not None else ()
+        for piece in pieces:
             arguments = (self._history, self._params, *piece)
             self._history, self._params = self._programs.run("set up", SETUP_TOKENS, *arguments)
 
-    def _draw(self, step: MergedStep, places: Places, ending: Array) -> _Drawn:
-        """Draw for the sequences of a step that sample, `ending` being their last tokens' output."""
+    def _draw_tried(self, step: MergedStep, places: Places, size: int, x: Array) -> _Drawn:
+        """Draw for the sequences of a step with drafts, `x` being the output of all its tokens."""
         indices, drawn = self._placement.draws(step, places)
+        lines = self._placement.pack_lines(step, places, indices, drawn, self._steps.lines)
+        return self._draw(step, places, indices, drawn, self._programs.run("lines", size, x, lines))
+
+    def _draw(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, ending: Array) -> _Drawn:
+        """Draw the tokens of the entries `indices`, which go to `drawn`, `ending` being what they are drawn from."""
         rows = step.rows[indices]
         size = bucket(self._steps.draw_sizes, drawn.most)
         picks = self._placement.pack_picks(step, places, indices, drawn, size)
@@ -222,13 +241,13 @@ class Runner:
 
 
 def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, int]]]:
-    """From the device to what `SampledStep.logprobs` holds."""
+    """From the device: by place in `drawn.indices`, what `SampledStep.logprobs` holds for a token."""
     if drawn.logprobs is None:
         return
     found = sampling.Logprobs(*map(np.asarray, drawn.logprobs))
     tokens = np.asarray(drawn.tokens)
-    for entry, count in drawn.wanted.items():
-        at = (int(drawn.places.shards[entry]), int(drawn.places.places[entry]))
+    for place, count in drawn.wanted.items():
+        at = (int(drawn.places.shards[place]), int(drawn.places.places[place]))
         if tokens[at] < 0:
             continue
         ids, values = found.tokens[at], found.values[at]
@@ -238,13 +257,25 @@ def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, i
             values = all_values[ids]
         kept = ids.size if count < 0 else count
         yield (
-            int(drawn.indices[entry]),
+            place,
             (
                 np.concatenate([tokens[at][None], ids[:kept]]),
                 np.concatenate([found.sampled[at][None], values[:kept]]),
                 int(found.rank[at]),
             ),
         )
+
+
+def _by_entry(
+    logprobs: Iterable[tuple[int, tuple[Int32, Float32, int]]], drawn: _Drawn, lines: Int32 | None = None
+) -> dict[int, list[tuple[Int32, Float32, int]]]:
+    """What `SampledStep.logprobs` holds; of the places in `drawn.indices` only those in `lines`, where given."""
+    stays = None if lines is None else frozenset(lines.tolist())
+    found: dict[int, list[tuple[Int32, Float32, int]]] = {}
+    for place, values in logprobs:
+        if stays is None or place in stays:
+            found.setdefault(int(drawn.indices[place]), []).append(values)
+    return found
 
 
 def _keep(where: dict[int, Any], row: int, value: Any) -> None:

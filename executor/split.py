@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from bus.messages import Logprobs, StepResult
+from bus.messages import EMPTY, Logprobs, StepResult
 from bus.wire import pack_floats, pack_ints
 from executor.merge import Part
 from executor.step import SampledStep
@@ -13,26 +13,31 @@ from executor.step import SampledStep
 
 def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> list[StepResult]:
     """The results of a step, one for each of the `parts` it was merged from, in their order."""
+    counts = sampled.counts
     ends = list(accumulate(part.rows.size for part in parts))
+    token_ends = ends if counts is None else np.cumsum(counts)[np.array(ends) - 1].tolist()
     logprobs: list[list[Logprobs]] = [[] for _ in parts]
     for index in sorted(sampled.logprobs):
-        token_ids, values, rank_of_token = sampled.logprobs[index]
+        token_ids, values, ranks = zip(*sampled.logprobs[index], strict=True)
         place = int(np.searchsorted(ends, index, side="right"))
         part = parts[place]
         logprobs[place].append(
             Logprobs(
                 owner=int(part.rows[index - (ends[place] - part.rows.size)]) - part.rank * max_num_seqs,
-                positions=1,
-                token_ids=pack_ints(token_ids),
-                values=pack_floats(values),
-                ranks=pack_ints([rank_of_token]),
+                positions=len(ranks),
+                token_ids=pack_ints(np.concatenate(token_ids)),
+                values=pack_floats(np.concatenate(values)),
+                ranks=pack_ints(ranks),
             )
         )
     return [
         StepResult(
             step=part.step,
-            tokens=pack_ints(sampled.tokens[end - part.rows.size : end]),
+            tokens=pack_ints(sampled.tokens[begin:token_end]),
+            counts=EMPTY if counts is None or part.drafts is None else pack_ints(counts[end - part.rows.size : end]),
             logprobs=logprobs[place],
         )
-        for place, (part, end) in enumerate(zip(parts, ends, strict=True))
+        for place, (part, end, begin, token_end) in enumerate(
+            zip(parts, ends, [0, *token_ends[:-1]], token_ends, strict=True)
+        )
     ]

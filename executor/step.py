@@ -27,6 +27,26 @@ class RowSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a step tries: `counts` [n] for each of its sequences, and the `tokens` one after the other. int32."""
+
+    counts: Int32
+    tokens: Int32
+
+    @property
+    def places(self) -> Int32:
+        """Which one of its sequence's drafts each token is, from 0 on. int32 [tokens]."""
+        return within(self.counts)
+
+
+def within(counts: Int32) -> Int32:
+    """The numbers 0 … count - 1 for each of `counts` [n], one after the other; int32 [their sum]."""
+    firsts = np.cumsum(counts, dtype=np.int32) - counts
+    places: Int32 = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(firsts, counts)
+    return places
+
+
+@dataclass(frozen=True, slots=True)
 class MergedStep:
     """One batch of all ranks, rank-major, one entry per sequence that runs.
 
@@ -35,6 +55,9 @@ class MergedStep:
     whether the step reaches the row's last known token and so draws the next one. `block_tables` [n, widest] holds
     the blocks of each sequence, as many as the longest one needs in this step, and 0 where it has none; a rank's block
     numbers begin at `merge.Limits.first_blocks`.
+
+    `drafts` of a sequence are the last of its tokens of this step; they are not in the row's history. A sequence with
+    drafts draws a token after its last known one, and one after each draft as if that were known.
 
     A step of the same sequences as the one before has the same objects for `ranks`, `rows`, `num_tokens` and `samples`.
     """
@@ -46,14 +69,20 @@ class MergedStep:
     num_tokens: Int32
     samples: npt.NDArray[np.bool_]
     block_tables: Int32
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """What a step drew: `tokens` [n] in the order of the merged step, -1 where it did not sample, -2 for NaN logits.
+    """What a step drew: `tokens` in the order of the merged step, -1 where it did not sample, -2 for NaN logits.
 
-    `logprobs` maps an index of the step to (token ids [1 + k], values [1 + k], rank of the sampled token).
+    `counts` [n] tokens of each sequence, left out (None) when each has one: of a sequence with drafts those that it
+    would have drawn one by one, which are drafts but for the last.
+
+    `logprobs` maps an index of the step to one (token ids [1 + k], values [1 + k], rank of the sampled token) for each
+    of its tokens.
     """
 
     tokens: Int32
-    logprobs: dict[int, tuple[Int32, Float32, int]] = field(default_factory=dict)
+    logprobs: dict[int, list[tuple[Int32, Float32, int]]] = field(default_factory=dict)
+    counts: Int32 | None = None

@@ -105,9 +105,12 @@ class StepPrograms:
         self.params = jax.tree.map(lambda x: self._shape(x.shape, x.dtype, BY_SHARD), blank)
 
         self.decode_sizes = sizes_up_to(rows)
-        self.draw_sizes = sizes_up_to(-(-rows // devices) * devices, devices)
-        """Lines of logits: all devices of a shard get as many."""
         most_tokens = self.placement.ranks_per_shard * config.max_num_batched_tokens
+        self.lines = max(rows, min(rows * (1 + config.most_drafts), most_tokens))
+        """Tokens that a shard can draw in a step."""
+        self.draw_sizes = sizes_up_to(-(-self.lines // devices) * devices, devices)
+        """Lines of logits: all devices of a shard get as many."""
+        self.speculates = config.most_drafts > 0
         self.mixed_sizes = sizes_up_to(max(most_tokens, SMALLEST_MIXED), SMALLEST_MIXED)
         self.programs = Programs(mesh)
         self._declare()
@@ -145,6 +148,8 @@ class StepPrograms:
         for group in self.first_groups:
             program = self.layers_name(name, group)
             ending, *_ = trace(program, size, self.layers[group], self.kv[group], x, shared)
+        if name == "mixed" and self.speculates:
+            trace("lines", size, x, _int32(self.placement.shards, self.lines))
         return ending
 
     def trace_drawing(self, size: int, ending: Any) -> None:
@@ -175,13 +180,16 @@ class StepPrograms:
                 enter = partial(self.model.enter, attention, size)
                 add(f"{name} enter", size, enter, (outer, BY_SHARD, BY_SHARD), BY_SHARD)
                 for group in self.first_groups:
-                    run = partial(self.model.run_layers, attention, self.placement.rows, self._kinds[group])
+                    run = partial(self.model.run_layers, attention, self.lines, self._kinds[group])
                     given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD)
                     taken = (BY_SHARD, BY_SHARD, KV)
                     add(self.layers_name(name, group), size, run, given, taken, donate=(1, 2))
+                if name == "mixed" and self.speculates:
+                    add("lines", size, compute.lines, (BY_SHARD, BY_SHARD), BY_SHARD)
+        rows = self.placement.rows
         drawing = (BY_LINE, BY_SHARD, BY_SHARD, BY_SHARD)
         for size in self.draw_sizes:
-            add("head", size, self.model.head, (outer, BY_SHARD, BY_SHARD), BY_LINE)
+            add("head", size, partial(self.model.head, rows), (outer, BY_SHARD, BY_SHARD), BY_LINE)
             add("adjust", size, compute.adjust, (*drawing, BY_SHARD), BY_LINE)
             add("greedy", size, compute.greedy, (BY_LINE, BY_SHARD, BY_SHARD), BY_SHARD, donate=(1,))
             add("draw", size, compute.draw, drawing, BY_SHARD, donate=(1,))

@@ -38,7 +38,19 @@ TOKENS = frozenset(
 TEXTS = frozenset({"bad_words", "cache_salt", "hash", "messages", "spec", "stop", "text"})
 NAMES = frozenset({"block_hashes", "removed", "stored"})
 PLAIN = frozenset(
-    {"block_ids", "block_rows", "counts", "handles", "indices", "num_tokens", "ranks", "rows", "seed_key", "values"}
+    {
+        "block_ids",
+        "block_rows",
+        "counts",
+        "handles",
+        "indices",
+        "num_drafts",
+        "num_tokens",
+        "ranks",
+        "rows",
+        "seed_key",
+        "values",
+    }
 )
 """Fields of bytes that say nothing of any text; bytes in other fields become zeros."""
 TRUE_NAMES = "true_block_hashes"

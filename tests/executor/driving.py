@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from bus.config import Config
 from bus.messages import Sampling
 from executor.runner import Handle, Runner
-from executor.step import MergedStep, RowSetup, SampledStep
+from executor.step import Drafts, MergedStep, RowSetup, SampledStep
 
 GREEDY = Sampling(seed=0, max_tokens=1000, temperature=0.0)
 
@@ -37,6 +38,7 @@ class Driver:
         self.runner = Runner(self.config, model, lambda *_: None, keep_scores=True)
         self.rows: dict[Where, _Row] = {}
         self.logprobs: dict[Where, tuple[np.ndarray, np.ndarray, int]] = {}
+        self.all_logprobs: dict[Where, list[tuple[np.ndarray, np.ndarray, int]]] = {}
         self._setups: list[RowSetup] = []
         self._random = random.Random(0)
         self._free = [list(range(self.runner.blocks_of_rank(rank))) for rank in range(self.config.ranks)]
@@ -83,8 +85,10 @@ class Driver:
         row = self.rows[where]
         return len(row.tokens) + row.pending - row.computed
 
-    def send(self, num_tokens: Mapping[Where, int]) -> tuple[list[Where], Handle]:
-        """Dispatch a step; `take` its results in the same order."""
+    def send(
+        self, num_tokens: Mapping[Where, int], drafts: Mapping[Where, Sequence[int]] = MappingProxyType({})
+    ) -> tuple[list[Where], Handle]:
+        """Dispatch a step; `take` its results in the same order. `drafts` come after the `num_tokens` of their row."""
         order = sorted(num_tokens)
         samples, tables, positions = [], [], []
         for where in order:
@@ -94,35 +98,48 @@ class Driver:
             assert self.left(where) >= 0
             samples.append(self.left(where) == 0)
             row.pending += samples[-1]
-            while len(row.blocks) * self.config.block_size < row.computed:
+            assert samples[-1] or where not in drafts
+            while len(row.blocks) * self.config.block_size < row.computed + len(drafts.get(where, ())):
                 row.blocks.append(self._free[where[0]].pop())
             first = self.runner.first_blocks[where[0]]
             tables.append([first + block for block in row.blocks])
         widest = max(map(len, tables))
+        tried = np.array([len(drafts.get(where, ())) for where in order], np.int32)
+        tokens = np.array([token for where in order for token in drafts.get(where, ())], np.int32)
         step = MergedStep(
             setups=self._setups,
             ranks=np.array([rank for rank, _ in order], np.int32),
             rows=np.array([rank * self.config.max_num_seqs + row for rank, row in order], np.int32),
             positions=np.array(positions, np.int32),
-            num_tokens=np.array([num_tokens[where] for where in order], np.int32),
+            num_tokens=np.array([num_tokens[where] for where in order], np.int32) + tried,
             samples=np.array(samples, np.bool_),
             block_tables=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
+            drafts=Drafts(tried, tokens) if drafts else None,
         )
         self._setups = []
         return order, self.runner.dispatch(step)
 
     def take(self, sent: tuple[list[Where], Handle]) -> dict[Where, int]:
-        """What a step drew: a token for every row that ran, -1 where it did not sample."""
+        """What a step without drafts drew: a token for every row that ran, -1 where it did not sample."""
+        return {where: token for where, (token,) in self.take_tried(sent).items()}
+
+    def take_tried(self, sent: tuple[list[Where], Handle]) -> dict[Where, list[int]]:
+        """What a step drew: a token for every row that ran, -1 where it did not sample, and those that drafts gave."""
         order, handle = sent
         sampled: SampledStep = self.runner.collect(handle)
+        counts = np.ones(len(order), np.int32) if sampled.counts is None else sampled.counts
         result = {}
-        for index, (where, token) in enumerate(zip(order, sampled.tokens.tolist(), strict=True)):
-            result[where] = token
-            if token != -1 and where in self.rows:
-                self.rows[where].tokens.append(token)
+        for index, (where, tokens) in enumerate(
+            zip(order, np.split(sampled.tokens, np.cumsum(counts)[:-1]), strict=True)
+        ):
+            result[where] = tokens.tolist()
+            if tokens[0] != -1 and where in self.rows:
+                self.rows[where].tokens += tokens.tolist()
                 self.rows[where].pending -= 1
-            if index in sampled.logprobs:
-                self.logprobs[where] = sampled.logprobs[index]
+                self.rows[where].computed += tokens.size - 1
+            for found in sampled.logprobs.get(index, ()):
+                self.logprobs[where] = found
+                self.all_logprobs.setdefault(where, []).append(found)
         return result
 
     def step(self, num_tokens: Mapping[Where, int]) -> dict[Where, int]:

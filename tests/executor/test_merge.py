@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from bus.messages import ContinueRow, NewRow, PartialSchedule, ResumeRow, Sampling
 from bus.wire import pack_ints, unpack_floats, unpack_ints
+from executor.drafts import judge
 from executor.merge import Limits, Merger, Part, Refused
 from executor.rows import Rows
 from executor.split import split
-from executor.step import MergedStep, SampledStep
+from executor.step import Drafts, MergedStep, SampledStep
 
 RANKS, ROWS, MAX_LEN, BLOCK, VOCAB, BATCHED = 3, 4, 40, 8, 50, 30
-LIMITS = Limits(ROWS, BATCHED, MAX_LEN, VOCAB, blocks_of_rank=[24, 23, 22])
+DRAFTS = 3
+LIMITS = Limits(ROWS, BATCHED, MAX_LEN, VOCAB, blocks_of_rank=[24, 23, 22], most_drafts=DRAFTS)
 SAMPLING = Sampling(seed=1, max_tokens=100)
 
 
@@ -49,6 +51,8 @@ class RankModel:
     step: int = 0
     last: list[int] = field(default_factory=list)
     """The rows of the last schedule, if all of them drew a token."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Those in the last schedule, by row."""
 
     def schedule(self, data: st.DataObject) -> PartialSchedule:
         draw = data.draw
@@ -104,10 +108,18 @@ class RankModel:
             return PartialSchedule(step=self.step, rows=pack_ints([]), new=new, resumed=resumed, continued=continued)
         rows = draw(st.lists(st.sampled_from(runnable), unique=True, min_size=1))
         counts, block_rows, block_ids = [], [], []
+        self.drafts = {}
         for row in rows:
             held = self.rows[row]
             most = min(len(held.tokens), MAX_LEN) - held.computed
             counts.append(draw(st.integers(1, min(most, BATCHED // len(rows)))))
+            end = held.computed + counts[-1]
+            room = min(DRAFTS, MAX_LEN - end, BATCHED // len(rows) - counts[-1])
+            if end == len(held.tokens) and room > 0 and draw(st.booleans()):
+                right = [drawn(self.rank * ROWS + row, position) for position in range(end, end + room)]
+                wrong = draw(st.lists(st.integers(0, VOCAB - 1), max_size=room))
+                self.drafts[row] = [*right[: room - len(wrong)], *wrong]
+                counts[-1] += room
             while len(held.blocks) * BLOCK < held.computed + counts[-1]:
                 block = draw(st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1))
                 block_rows.append(row)
@@ -117,6 +129,8 @@ class RankModel:
             step=self.step,
             rows=pack_ints(rows),
             num_tokens=pack_ints([]) if set(counts) == {1} else pack_ints(counts),
+            num_drafts=pack_ints([len(self.drafts.get(row, ())) for row in rows] if self.drafts else []),
+            drafts=pack_ints([token for row in rows for token in self.drafts.get(row, ())]),
             block_rows=pack_ints(block_rows),
             block_ids=pack_ints(block_ids),
             new=new,
@@ -125,6 +139,7 @@ class RankModel:
         )
 
     def schedule_again(self, data: st.DataObject) -> PartialSchedule:
+        self.drafts = {}
         block_rows, block_ids = [], []
         others = data.draw(st.lists(st.sampled_from(sorted(self.rows)), max_size=1))
         for row in [*self.last, *others]:
@@ -148,12 +163,17 @@ class RankModel:
         rows = self.last if schedule.again else unpack_ints(schedule.rows).tolist()
         for row, count in zip(rows, unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows), strict=True):
             held = self.rows[row]
+            drafts = self.drafts.get(row, [])
             first, end = held.computed, held.computed + count
-            samples = end == len(held.tokens)
-            seen.append((row, held.tokens[first:end], first, samples, held.blocks[: -(-end // BLOCK)]))
-            held.computed = end
+            samples = end == len(held.tokens) + len(drafts)
+            seen.append((row, [*held.tokens, *drafts][first:end], first, samples, held.blocks[: -(-end // BLOCK)]))
+            held.computed = end - len(drafts)
             if samples:
-                held.tokens.append(drawn(self.rank * ROWS + row, end))
+                for draft in (*drafts, None):
+                    held.tokens.append(drawn(self.rank * ROWS + row, len(held.tokens)))
+                    if held.tokens[-1] != draft:
+                        break
+                    held.computed += 1
         self.last = rows if all(samples for _, _, _, samples, _ in seen) else []
         return seen
 
@@ -169,14 +189,20 @@ class DeviceModel:
             if setup.start == 0:
                 self.history[setup.row] = {}
             self.history[setup.row].update(enumerate(setup.tokens.tolist(), setup.start))
-        ran, tokens = [], []
-        for row, first, count, samples in zip(step.rows, step.positions, step.num_tokens, step.samples, strict=True):
-            ran.append([self.history[row][position] for position in range(first, first + count)])
-            token = drawn(row, first + count) if samples else -1
-            if samples:
-                self.history[row][first + count] = token
-            tokens.append(token)
-        return ran, SampledStep(np.array(tokens, np.int32))
+        drafts = step.drafts or Drafts(np.zeros_like(step.rows), np.zeros(0, np.int32))
+        left = drafts.tokens.tolist()
+        ran, indices, tokens = [], [], []
+        entries = zip(step.rows, step.positions, step.num_tokens, step.samples, drafts.counts, strict=True)
+        for index, (row, first, count, samples, tried) in enumerate(entries):
+            end = first + count
+            self.history[row].update((end - tried + place, left.pop(0)) for place in range(tried))
+            ran.append([self.history[row][position] for position in range(first, end)])
+            for position in range(end - tried, end + 1) if samples else ():
+                self.history[row][position] = drawn(row, position)
+                indices.append(index)
+                tokens.append(drawn(row, position))
+        judged = judge(step.rows.size, drafts, np.array(indices, np.int32), np.array(tokens, np.int32))
+        return ran, SampledStep(judged.tokens, counts=judged.counts if step.drafts else None)
 
 
 @settings(max_examples=150, deadline=None)
@@ -218,7 +244,11 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
             assert array.dtype == np.int32
         results = split(parts, sampled, ROWS)
         assert [token for result in results for token in unpack_ints(result.tokens)] == sampled.tokens.tolist()
-        assert [result.tokens.nbytes // 4 for result in results] == [part.rows.size for part in parts]
+        for result, part in zip(results, parts, strict=True):
+            counts = unpack_ints(result.counts).tolist() or [1] * part.rows.size
+            assert (len(counts), sum(counts)) == (part.rows.size, result.tokens.nbytes // 4)
+        if sampled.counts is not None:
+            subject.judged(parts, sampled.counts)
 
 
 def new_row(
@@ -258,6 +288,18 @@ REFUSED = {
     "row 0 runs -2147483648 tokens": partial(new=[new_row()], num_tokens=pack_ints([-(2**31)])),
     "2147483647 tokens are more than max_num_batched_tokens 30": partial(
         new=[new_row()], num_tokens=pack_ints([2**31 - 1])
+    ),
+    "row 0 has 4 drafts; a row may have from 0 to 3": partial(
+        new=[new_row()], num_tokens=pack_ints([7]), num_drafts=pack_ints([4]), drafts=pack_ints([1, 1, 1, 1])
+    ),
+    "there are 1 drafts; the counts of the rows make 2": partial(
+        new=[new_row()], num_tokens=pack_ints([5]), num_drafts=pack_ints([2]), drafts=pack_ints([1])
+    ),
+    "row 0: token 50 does not exist": partial(
+        new=[new_row()], num_tokens=pack_ints([4]), num_drafts=pack_ints([1]), drafts=pack_ints([50])
+    ),
+    "row 0 has drafts but does not run up to the last of them": partial(
+        new=[new_row()], num_tokens=pack_ints([3]), num_drafts=pack_ints([1]), drafts=pack_ints([1])
     ),
     "row 0 has no block for position 0": partial(new=[new_row(blocks=[])]),
     "row 0 has no block for position 8": partial(new=[new_row(prompt=[1] * 9)], num_tokens=pack_ints([9])),
@@ -409,8 +451,8 @@ def test_logprobs_go_to_the_rank_and_row_they_are_of() -> None:
     sampled = SampledStep(
         tokens=np.array([5, -2, 6], np.int32),
         logprobs={
-            2: (np.array([6, 8], np.int32), np.array([-0.5, -1.5], np.float32), 1),
-            0: (np.array([5], np.int32), np.array([-0.25], np.float32), 4),
+            2: [(np.array([6, 8], np.int32), np.array([-0.5, -1.5], np.float32), 1)],
+            0: [(np.array([5], np.int32), np.array([-0.25], np.float32), 4)],
         },
     )
     first, second = split(parts, sampled, ROWS)
@@ -457,3 +499,42 @@ def test_no_schedule_however_wrong_raises_anything_but_refused(data: st.DataObje
         )
         with suppress(Refused):
             subject.merge([subject.apply(data.draw(st.integers(0, RANKS - 1)), schedule)])
+
+
+TRIED = partial(step=1, new=[new_row()], num_tokens=pack_ints([5]), num_drafts=pack_ints([2]), drafts=pack_ints([7, 8]))
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        partial(step=2),
+        partial(step=2, rows=[], again=True),
+        partial(step=2, continued=[ContinueRow(row=0, token_ids=pack_ints([1]), drop=0, sampling=SAMPLING)]),
+    ],
+)
+def test_a_row_waits_until_its_drafts_are_judged(early: PartialSchedule) -> None:
+    subject = merger()
+    part = subject.apply(1, TRIED)
+    with pytest.raises(Refused, match="before its drafts are judged"):
+        subject.apply(1, early)
+    subject.judged([part], np.array([3], np.int32))  # too late: the row is void
+    with pytest.raises(Refused, match="never set up"):
+        subject.apply(1, partial(step=3))
+
+
+def test_a_row_that_is_set_up_anew_does_not_get_what_became_of_its_old_drafts() -> None:
+    subject = merger()
+    part = subject.apply(1, TRIED)
+    subject.apply(1, partial(step=2, new=[new_row()], num_tokens=THREE))
+    subject.judged([part], np.array([3], np.int32))
+    assert subject.apply(1, partial(step=3)).ends.tolist() == [4]
+
+
+def test_drafts_are_kept_up_to_the_first_that_was_not_drawn() -> None:
+    counts = np.array([2, 0, 0, 2, 1], np.int32)
+    drafts = Drafts(counts, np.array([5, 6, 7, 8, 9], np.int32))
+    indices = np.array([0, 0, 0, 1, 3, 3, 3, 4, 4], np.int32)  # the third does not draw
+    judged = judge(5, drafts, indices, np.array([5, 6, 1, 2, 3, 8, 4, 9, -2], np.int32))
+    assert judged.counts.tolist() == [3, 1, 1, 1, 1]
+    assert judged.tokens.tolist() == [5, 6, 1, 2, -1, 3, -2]
+    assert judged.lines.tolist() == [0, 1, 2, 3, 4, 8]

@@ -67,7 +67,7 @@ def test_log_probabilities_and_the_end_of_a_device_replay(tmp_path: Path) -> Non
     rank = Peer("step", "rank", 0, 1)
     sampling = Sampling(seed=1, max_tokens=9, logprobs=1)
     new = NewRow(row=2, request_id="r", prompt_token_ids=pack_ints([7]), block_ids=pack_ints([3]), sampling=sampling)
-    drawn = {0: (np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32), 3)}
+    drawn = {0: [(np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32), 3)]}
     recording.handle(PeerUp(rank))
     recording.handle(Received(rank, PartialSchedule(step=1, rows=pack_ints([2]), new=[new])))
     recording.handle(Drained(1.0))

@@ -50,7 +50,7 @@ class Sums:
         self._last |= dict(zip(step.rows.tolist(), tokens.tolist(), strict=True))
         return SampledStep(np.where(step.samples, tokens, -1).astype(np.int32))
 
-    def scores(self, step: MergedStep, index: int) -> Float32:
+    def scores(self, step: MergedStep, index: int, place: int) -> Float32:
         scores = np.zeros(100, np.float32)
         scores[self._last[int(step.rows[index])]] = self._gap
         return scores

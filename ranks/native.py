@@ -10,7 +10,6 @@ enter a row, leave it, end, or fill a block.
 from collections import deque
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,10 +41,11 @@ from bus.wire import all_below, pack_ints, unpack_ints
 from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
+from ranks.drafts import PromptLookup
 from ranks.grammars import BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
 from ranks.outbox import by_id
-from ranks.output import outputs
+from ranks.output import first_logprobs, outputs
 from ranks.planning import Planner, Step
 from ranks.rendering import render
 from ranks.request import Int32, Request, Session, Turn, new_request
@@ -75,6 +75,7 @@ class NativeScheduler:
         self._statistics = Statistics(counters)
         self._sessions = Sessions(self._batch, self._waiting, self._kv, self._statistics, max_len)
         self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._sessions, self._statistics)
+        self._lookup = PromptLookup(config) if config.speculation == "ngram" and not config.single_step else None
         self._steps: deque[Step] = deque()
         self._steady: Steady | None = None
         """In charge of all rows while it is there; see `_unsettle`."""
@@ -309,6 +310,8 @@ class NativeScheduler:
             step=step,
             rows=pack_ints(plan.rows),
             num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
+            num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
+            drafts=pack_ints(plan.tried),
             block_rows=pack_ints(plan.block_rows),
             block_ids=pack_ints(plan.block_ids),
             new=new,
@@ -325,6 +328,7 @@ class NativeScheduler:
             same
             and plan.rows.size == self._batch.running.size <= self._config.max_num_batched_tokens
             and not self._constrained
+            and self._lookup is None
             and self._batch.num_leaving == 0
             and all(step.is_plain and np.array_equal(step.rows, plan.rows) for step in self._steps)
         ):
@@ -365,22 +369,47 @@ class NativeScheduler:
             self._batch.complete(number)
             self._statistics.generated(steady.size, 0)
             return steady.outputs(number, tokens)
-        self._check(self._steps[0], tokens)
-        return self._take(tokens[:, None], (tokens >= 0).astype(np.int32), tokens == NOT_A_NUMBER, result.logprobs)
+        step = self._steps[0]
+        if result.counts.nbytes:
+            counts = unpack_ints(result.counts)
+            self._check_counts(step, tokens, counts)
+            self._check(np.repeat(step.rows, counts), np.repeat(step.samples, counts), tokens)
+            table = _table(tokens, counts)
+        else:
+            self._check(step.rows, step.samples, tokens)
+            counts, table = np.ones_like(tokens), tokens[:, None]
+        first = table[:, 0]
+        return self._take(table, counts * (first >= 0), first == NOT_A_NUMBER, result.logprobs)
 
     def _are_drawn(self, tokens: Int32) -> bool:
         """Whether each row of the oldest step has a token of the vocabulary."""
         return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
 
-    def _check(self, step: Step, tokens: Int32) -> None:
-        if tokens.size != step.rows.size:
-            raise BrokenResult(f"it has {tokens.size} tokens for {step.rows.size} rows")
+    def _check(self, rows: Rows, samples: npt.NDArray[np.bool_], tokens: Int32) -> None:
+        """Look whether each of `rows` [n], which does or does not sample, may have this one of `tokens` [n]."""
+        if tokens.size != rows.size:
+            raise BrokenResult(f"it has {tokens.size} tokens for {rows.size} rows")
         drawn = (tokens >= 0) & (tokens < self._pool.vocab_size)
-        fitting = np.where(step.samples, drawn, tokens == NONE) | (tokens == NOT_A_NUMBER)
+        fitting = np.where(samples, drawn, tokens == NONE) | (tokens == NOT_A_NUMBER)
         if not fitting.all():
             place = int(fitting.argmin())
-            what = "samples" if step.samples[place] else "does not sample"
-            raise BrokenResult(f"row {step.rows[place]}, which {what}, has token {tokens[place]}")
+            what = "samples" if samples[place] else "does not sample"
+            raise BrokenResult(f"row {rows[place]}, which {what}, has token {tokens[place]}")
+
+    def _check_counts(self, step: Step, tokens: Int32, counts: Int32) -> None:
+        """Look whether the rows of a step may have so many tokens each."""
+        if counts.size != step.rows.size:
+            raise BrokenResult(f"it has counts for {counts.size} rows; {step.rows.size} ran")
+        most = np.where(step.samples, 1 + step.num_drafts, 1)
+        if not ((counts > 0) & (counts <= most)).all():
+            place = int(((counts < 1) | (counts > most)).argmax())
+            raise BrokenResult(
+                f"row {step.rows[place]} has {counts[place]} tokens; it may have from 1 to {most[place]}"
+            )
+        if int(counts.sum()) != tokens.size:
+            raise BrokenResult(f"it has {tokens.size} tokens; the counts of the rows make {counts.sum()}")
+        if ((tokens < 0) & (np.repeat(counts, counts) > 1)).any():
+            raise BrokenResult("a row has several tokens of which one is none")
 
     def _take(
         self, table: Int32, lengths: Int32, broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
@@ -415,6 +444,8 @@ class NativeScheduler:
         rejected = self._accept(rows, table, delivered, left) if self._constrained else []
         ended += self._end(left)
         ended += self._finish(rejected, "error", "grammar", "the model produced a token that the grammar forbids")
+        if self._lookup is not None:
+            self._look_up(self._lookup, rows[told])
         num_delivered = int(delivered.sum())
         self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
@@ -427,6 +458,17 @@ class NativeScheduler:
         if num_tokens:
             self._batch.computed[row] -= len(drafts) + 1 - num_tokens
             self._statistics.drafted(len(drafts), num_tokens - 1)
+
+    def _look_up(self, lookup: PromptLookup, rows: Rows) -> None:
+        """Find drafts for those of the `rows`, which have new tokens, that go on."""
+        batch, drafts = self._batch, self._planner.drafts
+        room = np.minimum(batch.limit[rows] - batch.known[rows] - 1, self._config.num_speculative_tokens)
+        for row, count, goes_on in zip(rows.tolist(), room.tolist(), batch.held[rows].tolist(), strict=True):
+            found = lookup.drafts(batch.tokens_of(row), count) if goes_on and count > 0 else []
+            if found:
+                drafts[row] = found
+            else:
+                drafts.pop(row, None)
 
     def _accept(self, rows: Rows, table: Int32, delivered: Int32, left: list[int]) -> list[Request]:
         """Let grammars go on by what their requests got; those that must not go on, but for the ones in `left`."""
@@ -477,12 +519,13 @@ class NativeScheduler:
         """Those of requests that get tokens or are not that far yet, with the frontend they go to."""
         batch = self._batch
         own = []
-        heard = (delivered > 0) | (held & ~step.samples)
-        wanted = dict(zip(step.rows.tolist(), heard.tolist(), strict=True))
+        places = {row: place for place, row in enumerate(step.rows.tolist())}
         for item in logprobs:
-            if wanted.get(item.owner):
+            place = places.get(item.owner)
+            if place is not None and (delivered[place] or (held[place] and not step.samples[place])):
                 handle = int(batch.handle[item.owner])
-                own.append((int(batch.frontend[item.owner]), msgspec.structs.replace(item, owner=handle)))
+                most = int(delivered[place]) or item.positions
+                own.append((int(batch.frontend[item.owner]), first_logprobs(item, handle, most)))
         return own
 
     def _tell(
@@ -672,3 +715,12 @@ def _continue_row(request: Request, session: Session) -> ContinueRow:
         drop=session.row_tokens - session.row_kept,
         sampling=request.sampling,
     )
+
+
+def _table(tokens: Int32, counts: Int32) -> Int32:
+    """`tokens`, which come one after the other, with a line for each of `counts` [n]; int32 [n, most]."""
+    if tokens.size == counts.size:
+        return tokens[:, None]
+    table = np.full((counts.size, int(counts.max())), NONE, np.int32)
+    table[np.arange(table.shape[1]) < counts[:, None]] = tokens
+    return table

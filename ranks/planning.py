@@ -46,6 +46,18 @@ class Step:
         return int(self.counts.sum())
 
     @property
+    def num_drafts(self) -> Int32:
+        """How many of each row's tokens are drafts; int32 [n]."""
+        if not self.drafts:
+            return np.zeros(self.rows.size, np.int32)
+        return np.array([len(self.drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
+
+    @property
+    def tried(self) -> list[int]:
+        """The drafts of all rows, one after the other."""
+        return [token for row in self.rows.tolist() for token in self.drafts.get(row, ())] if self.drafts else []
+
+    @property
     def is_plain(self) -> bool:
         """Whether each row draws one token, and there is nothing else to be told of it."""
         return bool(self.samples.all()) and not self.drafts and not self.started and not self.preempted
@@ -80,7 +92,8 @@ class Planner:
         self._entered: list[tuple[Request, int]] = []
         self.pause_state: PauseState = "unpaused"
         self.drafts: dict[int, list[int]] = {}
-        """Draft tokens by row, for the next step it is in."""
+        """Draft tokens by row, for the next step it is in. A row that has any waits until no step in flight draws for
+        it: these stand for those that will be found then."""
 
     def plan(self, number: int) -> Step:
         """Make the step with this number; it may be empty."""
@@ -148,8 +161,11 @@ class Planner:
         coming = batch.known[rows] + batch.unseen[rows]
         counts: Int32 = (coming - computed) * (coming < batch.limit[rows])
         if self.drafts:
-            counts += np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
+            tried = np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
+            counts += tried
             np.minimum(counts, self._max_len - 1 - computed, out=counts)
+            counts[(tried > 0) & (batch.unseen[rows] > 0)] = 0  # what to try is known when its tokens are
+        np.maximum(counts, 0, out=counts)  # how far a row has come whose drafts are in flight is not known
         np.minimum(counts, longest, out=counts)
         if counts.sum() > budget:
             np.clip(budget - (np.cumsum(counts, dtype=np.int32) - counts), 0, counts, out=counts)

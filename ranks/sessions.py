@@ -110,7 +110,11 @@ class Sessions:
             context = request.num_prompt + kept
             self._kv.settle(row, context)
             request.tokens = batch.tokens[row, :context].copy()
-            session.row, session.row_tokens = row, int(batch.known[row] + batch.unseen[row])
+            coming, computed = int(batch.known[row] + batch.unseen[row]), int(batch.computed[row])
+            if batch.unseen[row] and computed >= coming:
+                batch.give_up_row(request)  # how many tokens the executor comes to hold depends on drafts in flight
+            else:  # drafts that were right, but came after the turn's end, are there as well
+                session.row, session.row_tokens = row, max(coming, computed + 1)
             session.row_kept = context
             batch.leave([row])
         else:

@@ -43,6 +43,9 @@ class Statistics:
 
     def drafted(self, num_drafts: int, num_accepted: int) -> None:
         """A row's drafts have been judged."""
+        self._counters.add("scheduler_drafts")
+        self._counters.add("scheduler_draft_tokens", num_drafts)
+        self._counters.add("scheduler_accepted_tokens", num_accepted)
         self._drafts[0] += 1
         self._drafts[1] += num_drafts
         self._drafts[2] += num_accepted

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bus.config import Config
 from bus.counters import Counters
@@ -22,7 +23,7 @@ from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
-from tests.ranks.toy import VOCAB, ToyExecutor, next_token, request
+from tests.ranks.toy import VOCAB, NextToken, ToyExecutor, next_token, request
 
 MAX_MODEL_LEN = 64
 
@@ -56,7 +57,10 @@ class Model:
 class SessionTrace:
     """One rank's life from a seed."""
 
-    def __init__(self, seed: int, pool: KvPool | None = None, **settings: Any) -> None:
+    def __init__(
+        self, seed: int, pool: KvPool | None = None, next_token: NextToken = next_token, **settings: Any
+    ) -> None:
+        self.next_token = next_token
         self.draw = draw = random.Random(seed)
         drawn = {
             "max_num_seqs": draw.choice([1, 2, 5]),
@@ -72,7 +76,8 @@ class SessionTrace:
         self.max_len = min(self.pool.max_model_len, self.pool.num_blocks * self.pool.block_size)
         self.counters = Counters()
         self.scheduler = NativeScheduler(self.config, self.pool, self.counters)
-        self.executor = ToyExecutor(self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        self.executor = ToyExecutor(self.pool, *limits, next_token, self.config.most_drafts)
         self.step = 0
         self.sequence = 0
         self.models: dict[int, Model] = {}
@@ -239,14 +244,14 @@ class SessionTrace:
     def hear(self, frontend: int, message: Outputs, stopped: dict[int, tuple[str, int]] | None = None) -> None:
         """Everything a frontend is told must be what the model says, in that order."""
         handles, tokens = unpack_ints(message.handles).tolist(), unpack_ints(message.tokens).tolist()
-        assert not message.counts.nbytes
-        for handle, token in zip(handles, tokens, strict=True):
+        counts = unpack_ints(message.counts).tolist() or [1] * len(handles)
+        for handle, token in zip(np.repeat(handles, counts).tolist(), tokens, strict=True):
             model = self.models[handle]
             assert handle % 3 == frontend
             assert model.present is not None, "a token came between turns"
             everything = [*model.context, *model.present.tokens, *model.output]
             assert self.reason(model) is None, "a token came after the end of the turn"
-            assert token == next_token(everything)
+            assert token == self.next_token(everything)
             model.output.append(token)
         for started in message.started:
             assert self.models[started.handle].present is not None
@@ -394,6 +399,8 @@ def play(make: Callable[[int], SessionTrace], seeds: range, num_sessions: int, n
             "reclaimed": int(counted.get("scheduler_reclaimed_sessions", 0)),
             "continued": trace.executor.continued,
             "resumed": trace.executor.resumed,
+            "accepted": trace.executor.accepted,
+            "rejected": trace.executor.rejected,
         }
         for what, count in found.items():
             totals[what] = totals.get(what, 0) + count

@@ -4,12 +4,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from bus.config import Config
 from bus.counters import Counters
 from bus.messages import KvPool, Sampling
 from bus.prefix import split_hashes
 from bus.wire import unpack_ints
-from tests.ranks.toy import VOCAB, ToyExecutor, generate, request
+from ranks.native import NativeScheduler
+from tests.ranks.toy import VOCAB, NextToken, ToyExecutor, generate, next_repeating, next_token, request
 
 MAX_MODEL_LEN = 48
 
@@ -17,7 +21,8 @@ MAX_MODEL_LEN = 48
 class Trace:
     """One rank's life from a seed. Every token is checked when it comes, everything is clean when it ends."""
 
-    def __init__(self, make: Callable[..., Any], seed: int) -> None:
+    def __init__(self, make: Callable[..., Any], seed: int, model: NextToken = next_token, **settings: Any) -> None:
+        self.model = model
         self.draw = random.Random(seed)
         self.config = Config(
             max_num_seqs=self.draw.choice([1, 2, 5]),
@@ -26,6 +31,7 @@ class Trace:
             async_depth=self.draw.choice([1, 2]),
             long_prefill_token_threshold=self.draw.choice([0, 3]),
             enable_prefix_caching=self.draw.random() < 0.8,
+            **settings,
         )
         pool = KvPool(
             num_blocks=self.draw.choice([6, 9, 14, 60]), block_size=8, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB
@@ -33,7 +39,9 @@ class Trace:
         self.max_model_len = min(MAX_MODEL_LEN, (pool.num_blocks - 1) * 8)
         self.counters = Counters()
         self.scheduler = make(self.config, pool, self.counters)
-        self.executor = ToyExecutor(pool, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self.executor = ToyExecutor(
+            pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, model, self.config.most_drafts
+        )
         self.step = 0
         self.expected: dict[int, tuple[list[int], str]] = {}
         self.output: dict[int, list[int]] = {}
@@ -61,7 +69,7 @@ class Trace:
         options: dict[str, Any] = {"max_tokens": self.draw.randrange(1, 25)}
         if self.draw.random() < 0.5:
             options["stop_token_ids"] = [self.draw.randrange(VOCAB) for _ in range(4)]
-        self.expected[handle] = generate(prompt, Sampling(seed=0, **options), self.max_model_len)
+        self.expected[handle] = generate(prompt, Sampling(seed=0, **options), self.max_model_len, self.model)
         self.output[handle] = []
         if self.draw.random() < 0.1 and len(self.expected[handle][0]) > 2:
             self.output[handle] = self.expected[handle][0][: self.draw.randrange(1, len(self.expected[handle][0]))]
@@ -106,8 +114,8 @@ class Trace:
     def receive(self) -> None:
         for frontend, message in self.scheduler.update(self.executor.take()):
             handles, tokens = unpack_ints(message.handles).tolist(), unpack_ints(message.tokens).tolist()
-            assert not message.counts.nbytes
-            for handle, token in zip(handles, tokens, strict=True):
+            counts = unpack_ints(message.counts).tolist() or [1] * len(handles)
+            for handle, token in zip(np.repeat(handles, counts).tolist(), tokens, strict=True):
                 assert handle % 3 == frontend
                 done = self.output[handle]
                 assert token == self.expected[handle][0][len(done)]
@@ -141,4 +149,31 @@ def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
         seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
         seen["aborted"] += trace.aborted > 0
         seen["resumed"] += trace.executor.resumed > 0
+    assert min(seen.values()) >= 12, seen
+
+
+def test_random_traces_with_drafts() -> None:
+    """Drafts change how many steps a request takes, and nothing else."""
+
+    def make(config: Config, pool: KvPool, counters: Counters) -> NativeScheduler:
+        return NativeScheduler(config, msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1), counters)
+
+    seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0, "accepted": 0, "rejected": 0}
+    for seed in range(60):
+        most = 1 + seed % 5
+        trace = Trace(make, seed, next_repeating, speculation="ngram", num_speculative_tokens=most, prompt_lookup_min=1)
+        try:
+            trace.run(num_requests=12)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        totals = trace.counters.snapshot()
+        assert totals["scheduler_draft_tokens"] >= totals["scheduler_accepted_tokens"]
+        seen["preempted"] += totals.get("scheduler_preemptions", 0) > 0
+        seen["hit"] += totals["scheduler_cached_prompt_tokens"] > 0
+        seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
+        seen["aborted"] += trace.aborted > 0
+        seen["resumed"] += trace.executor.resumed > 0
+        seen["accepted"] += trace.executor.accepted > 0
+        seen["rejected"] += trace.executor.rejected > 0
     assert min(seen.values()) >= 12, seen

@@ -16,7 +16,7 @@ from bus.wire import pack_ints
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
 from tests.ranks.session_traces import SessionTrace, play, refusal
-from tests.ranks.toy import VOCAB, request
+from tests.ranks.toy import VOCAB, next_repeating, request
 
 EVERY_TOKEN = list(range(VOCAB))
 SOON = Sampling(seed=0, max_tokens=3)
@@ -46,6 +46,19 @@ def count(trace: SessionTrace, what: str) -> int:
 @pytest.mark.timeout(300)
 def test_random_sessions() -> None:
     happened = play(SessionTrace, range(40), num_sessions=8, num_turns=25)
+    del happened["accepted"], happened["rejected"]
+    assert min(happened.values()) >= 10, happened
+
+
+@pytest.mark.timeout(300)
+def test_random_sessions_with_drafts() -> None:
+    """Turns end in the middle of drafts that are right, and while drafts are in flight."""
+
+    def life(seed: int) -> SessionTrace:
+        settings = {"speculation": "ngram", "num_speculative_tokens": 1 + seed % 5, "prompt_lookup_min": 1}
+        return SessionTrace(seed, next_token=next_repeating, **settings)
+
+    happened = play(life, range(25), num_sessions=8, num_turns=25)
     assert min(happened.values()) >= 10, happened
 
 

@@ -660,10 +660,11 @@ class Outputs(Message, frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """A rank's state, numbered, after every change that matters to routing.
+    """A rank's state, numbered, soon after every change that matters to routing.
 
     `acknowledged` is the last `sequence` received from the frontend this goes to: its work up to there is counted in.
-    `counters` are totals since the rank's start: scheduler ones, and the bus's own (`bus_…`).
+    `counters` are totals since the rank's start: scheduler ones, and the bus's own (`bus_…`). They come once a second;
+    in other reports they are left out.
     """
 
     number: int

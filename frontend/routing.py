@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import structs
+
 from bus.messages import KvEvents, Load
 from bus.prefix import HASH_BYTES, split_hashes
 
@@ -64,8 +66,11 @@ class RankView:
 
     def see_load(self, load: Load) -> None:
         """Take a newer load report; an older one is ignored."""
-        if self.load is not None and load.number <= self.load.number:
-            return
+        if self.load is not None:
+            if load.number <= self.load.number:
+                return
+            if not load.counters:
+                load = structs.replace(load, counters=self.load.counters)
         self.load = load
         while self._placed and self._placed[0].sequence <= load.acknowledged:
             self._placed_tokens -= self._placed.popleft().tokens

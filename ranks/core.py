@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from bus.config import Config
-from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick
+from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.log import get_logger
 from bus.messages import (
@@ -494,15 +494,17 @@ class RankCore:
 
     def _publish_load(self) -> None:
         self._counters.set("rank_steps_in_flight", len(self._in_flight))
-        figures = None
-        for index, frontend in self._frontends.items():
-            if self._loads.is_due(index):
-                if figures is None:
-                    figures = self._scheduler.load() if self._scheduler is not None else None
-                load = self._loads.make(index, figures, frontend.acknowledged, self._pause_state, self._draining)
-                if load is not None:
-                    self._send(frontend.peer, load)
-        self._loads.changed = False
+        due, later = self._loads.due(self._frontends, self._now)
+        if later is not None:
+            self._effects.append(WakeAt(later))
+        if not due:
+            return
+        figures = self._scheduler.load() if self._scheduler is not None else None
+        for index in due:
+            frontend = self._frontends[index]
+            load = self._loads.make(index, figures, frontend.acknowledged, self._pause_state, self._draining)
+            if load is not None:
+                self._send(frontend.peer, load)
 
     def _publish_kv(self) -> None:
         if self._scheduler is None or (self._scheduler.is_steady() and self._now < self._kv_due):

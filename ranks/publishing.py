@@ -1,10 +1,15 @@
-"""When frontends are told of a rank's load: after a change that matters to routing, and once a second in full."""
+"""When frontends are told of a rank's load: soon after a change that matters to routing, and once a second in full."""
+
+from collections.abc import Iterable
 
 from bus.counters import Counters
 from bus.messages import Load, PauseState
 from ranks.scheduler import LoadFigures
 
 FULL_INTERVAL_S = 1.0
+"""The rank's counters are in full reports only: they are most of a report, and matter to nobody's routing."""
+INTERVAL_S = 0.005
+"""Changes within this time of a report wait for others, to go in one."""
 _NOTHING = LoadFigures(0, 0, 0, None, 0, 0)
 
 
@@ -15,14 +20,21 @@ class LoadReports:
         self._counters = counters
         self._number = 0
         self._told: dict[int, tuple[object, ...]] = {}
-        self._next_full = 0.0
+        self._next = self._next_full = 0.0
         self._bus_counters: dict[str, float] = {}
         self.changed = False
         """Something has happened that may have changed the load."""
 
-    def is_due(self, frontend: int) -> bool:
-        """Whether it is worth making a report for this frontend."""
-        return self.changed or frontend not in self._told
+    def due(self, frontends: Iterable[int], now: float) -> tuple[list[int], float | None]:
+        """Those of the frontends for whom it is worth making a report now, and when it will be for the others."""
+        untold = [frontend for frontend in frontends if frontend not in self._told]
+        if not self.changed:
+            return untold, None
+        if now < self._next:
+            return untold, self._next
+        self._next = now + INTERVAL_S
+        self.changed = False
+        return list(frontends), None
 
     def make(
         self, frontend: int, figures: LoadFigures | None, acknowledged: int, pause_state: PauseState, draining: bool
@@ -38,7 +50,8 @@ class LoadReports:
             pause_state,
             draining,
         )
-        if self._told.get(frontend) == matters:
+        told = self._told.get(frontend)
+        if told == matters:
             return None
         self._told[frontend] = matters
         self._number += 1
@@ -53,7 +66,7 @@ class LoadReports:
             num_blocks=figures.num_blocks,
             pause_state=pause_state,
             draining=draining,
-            counters=self._counters.snapshot() | self._bus_counters,
+            counters=self._counters.snapshot() | self._bus_counters if told is None else {},
         )
 
     def forget(self, frontend: int) -> None:

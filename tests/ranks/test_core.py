@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bus.config import Config
-from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick
+from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.messages import (
     AbortRequests,
@@ -44,6 +44,7 @@ from bus.messages import (
 )
 from bus.wire import pack_ints, unpack_ints
 from ranks.core import RankCore
+from ranks.publishing import INTERVAL_S
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from tests.ranks.toy import request
 
@@ -218,7 +219,8 @@ class Rank:
         return self.schedulers[-1]
 
     def give(self, *events: Event) -> list[Any]:
-        """Handle events and a Drained; what was sent, without loads (see `loads`)."""
+        """Handle events and, a little later than the last time, a Drained; what was sent, without `loads`."""
+        self.now += INTERVAL_S
         effects = [effect for event in (*events, Drained(self.now)) for effect in self.core.handle(event)]
         self.loads = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Load)]
         return [effect for effect in effects if effect not in self.loads]
@@ -460,6 +462,20 @@ def test_load_is_told_after_changes_once_per_drained_and_acknowledges(rank: Rank
     assert rank.loads[0].message.counters["bus_received_frames/step"] == 9.0
 
 
+def test_changes_soon_after_each_other_are_told_together_without_counters(rank: Rank) -> None:
+    handle = rank.core.handle
+    rank.add(0, 0)
+    assert [load.message.counters for load in rank.loads] == [{}, {}]
+    for number in (1, 2):
+        handle(Received(frontend(0), request(number, [1, 2, 3])))
+        later = list(handle(Drained(rank.now + INTERVAL_S / 2)))
+        assert messages(later, Load) == []
+        assert WakeAt(rank.now + INTERVAL_S) in later
+    told = messages(list(handle(Drained(rank.now + INTERVAL_S))), Load)
+    assert [load.running + load.waiting for load in told] == [3, 3]
+    assert WakeAt not in map(type, handle(Drained(rank.now + 1.1 * INTERVAL_S)))
+
+
 def test_pause_keep_is_answered_when_nothing_is_in_flight(rank: Rank) -> None:
     rank.add(0, 0)
     assert replies(rank.ask(SetPause(mode="keep"))) == []
@@ -523,11 +539,10 @@ def test_resume_ends_a_drain_that_is_not_done(rank: Rank) -> None:
 
 def test_a_deferred_answer_has_a_deadline(rank: Rank) -> None:
     rank.add(0, 0)
+    begin = rank.now
     rank.ask(Drain(), command_id=5, deadline_s=2.0)
-    rank.now = 1.9
-    assert rank.give(Tick(1.9, 0.0, {})) == []
-    rank.now = 2.0
-    (error,) = messages(rank.give(Tick(2.0, 0.0, {})), Error)
+    assert rank.give(Tick(begin + 1.9, 0.0, {})) == []
+    (error,) = messages(rank.give(Tick(begin + 2.0, 0.0, {})), Error)
     assert (error.command_id, error.code) == (5, "deadline")
     rank.scheduler.ending.add((0, 0))
     assert replies(rank.result(0, 1)) == []

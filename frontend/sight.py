@@ -131,6 +131,7 @@ class Sight:
         self._histograms = histograms
         self._encoder = msgspec.json.Encoder()
         self._history: deque[bytes] = deque(maxlen=HISTORY)
+        self._made = 0
         self._next_at = 0.0
         self._changed = asyncio.Event()
         self._closed = False
@@ -142,6 +143,7 @@ class Sight:
         self._next_at = at + INTERVAL_S
         made = snapshot(at, self._frontend, self._ranks, status, *self._histograms())
         self._history.append(self._encoder.encode(made))
+        self._made += 1
         self._wake()
 
     def close(self) -> None:
@@ -151,13 +153,15 @@ class Sight:
 
     async def follow(self) -> AsyncGenerator[list[bytes]]:
         """The snapshots so far as JSON, then each new one, until `close`."""
-        seen = list(self._history)
-        yield seen
+        seen = self._made
+        yield list(self._history)
         while not self._closed:
-            changed = self._changed
-            await changed.wait()
-            if self._history:
-                yield [self._history[-1]]
+            missed = self._made - seen  # some may have been made while the last was on its way
+            if missed:
+                seen = self._made
+                yield list(self._history)[-missed:]
+            else:
+                await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

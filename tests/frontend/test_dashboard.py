@@ -112,12 +112,13 @@ def test_who_follows_gets_the_past_and_each_new_snapshot_and_an_end() -> None:
         await asyncio.sleep(0)
         sight.update(status(700), 700.0)
         assert [decode(data).at for data in await asyncio.wait_for(coming, DEADLINE_S)] == [700.0]
-        coming = asyncio.ensure_future(anext(follow))
+        for second in (701, 702):  # nobody waits just now
+            sight.update(status(second), float(second))
+        assert [decode(data).at for data in await asyncio.wait_for(anext(follow), DEADLINE_S)] == [701.0, 702.0]
+        ending = asyncio.ensure_future(anext(follow, None))
         await asyncio.sleep(0)
         sight.close()
-        assert len(await asyncio.wait_for(coming, DEADLINE_S)) == 1
-        with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(anext(follow), DEADLINE_S)
+        assert await asyncio.wait_for(ending, DEADLINE_S) is None
 
     asyncio.run(main())
 

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from bus.messages import Load
 from frontend.seam import StatusUpdate
@@ -98,6 +99,12 @@ def _scheduler_stats(load: Load, last: Load | None) -> SchedulerStats:
         prefix_cache_stats=PrefixCacheStats(
             queries=_increase("scheduler_prompt_tokens", load, last),
             hits=_increase("scheduler_cached_prompt_tokens", load, last),
+        ),
+        spec_decoding_stats=SpecDecodingStats(
+            num_spec_tokens=0,
+            num_drafts=_increase("scheduler_drafts", load, last),
+            num_draft_tokens=_increase("scheduler_draft_tokens", load, last),
+            num_accepted_tokens=_increase("scheduler_accepted_tokens", load, last),
         ),
     )
 

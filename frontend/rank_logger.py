@@ -10,6 +10,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.perf import PerfMetricsProm
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from frontend.metrics import RankSchedulerStats
 
@@ -23,6 +25,9 @@ OF_RANKS = frozenset(
         "vllm:prefix_cache_hits",
         "vllm:prefix_cache_queries",
         "vllm:prompt_tokens_cached_by_source",
+        "vllm:spec_decode_num_accepted_tokens",
+        "vllm:spec_decode_num_draft_tokens",
+        "vllm:spec_decode_num_drafts",
     }
 )
 """What is told of a rank as a whole, whichever frontend its requests came from. The rest is of a frontend's own."""
@@ -65,6 +70,33 @@ class _Estimates(PerfMetricsProm):
     _counter_cls = _Counter
 
 
+class _Drafts:
+    """What became of drafts, under vLLM's names. vLLM's own class asks its configuration, which knows of none."""
+
+    _counter_cls: type[_Counter] = _Counter
+
+    def __init__(
+        self, _: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]], **__: Any
+    ) -> None:
+        self._drafts, self._tokens, self._accepted = (
+            create_metric_per_engine(
+                self._counter_cls(f"vllm:spec_decode_{name}", documentation, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, documentation in (
+                ("num_drafts", "Number of times that a request had drafts."),
+                ("num_draft_tokens", "Number of draft tokens."),
+                ("num_accepted_tokens", "Number of draft tokens that were right."),
+            )
+        )
+
+    def observe(self, stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+        """Count what a rank tells."""
+        self._drafts[engine_idx].inc(stats.num_drafts)
+        self._tokens[engine_idx].inc(stats.num_draft_tokens)
+        self._accepted[engine_idx].inc(stats.num_accepted_tokens)
+
+
 class RankLogger(PrometheusStatLogger):
     """vLLM's metrics at the frontend that exports those of the ranks."""
 
@@ -72,6 +104,7 @@ class RankLogger(PrometheusStatLogger):
     _counter_cls = _Counter
     _histogram_cls = _Histogram
     _perf_metrics_cls = _Estimates
+    _spec_decoding_cls = _Drafts
 
     def record(
         self,
@@ -94,6 +127,10 @@ class _OwnCounter(_Counter):
     exports_ranks = False
 
 
+class _OwnDrafts(_Drafts):
+    _counter_cls = _OwnCounter
+
+
 class OwnLogger(PrometheusStatLogger):
     """vLLM's metrics at another frontend: of its own requests only."""
 
@@ -101,3 +138,4 @@ class OwnLogger(PrometheusStatLogger):
     _counter_cls = _OwnCounter
     _histogram_cls = _Histogram
     _perf_metrics_cls = _Estimates
+    _spec_decoding_cls = _OwnDrafts

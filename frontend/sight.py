@@ -46,6 +46,8 @@ class RankSight(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     schedule_s: float = 0.0
     update_s: float = 0.0
 
@@ -204,6 +206,8 @@ def _rank(rank: int, load: Load | None) -> RankSight:
         prompt_tokens=int(counted.get("scheduler_prompt_tokens", 0)),
         cached_tokens=int(counted.get("scheduler_cached_prompt_tokens", 0)),
         preemptions=int(counted.get("scheduler_preemptions", 0)),
+        draft_tokens=int(counted.get("scheduler_draft_tokens", 0)),
+        accepted_tokens=int(counted.get("scheduler_accepted_tokens", 0)),
         schedule_s=counted.get("bus_handling_seconds/Drained", 0.0),
         update_s=counted.get("bus_handling_seconds/StepResult", 0.0),
     )

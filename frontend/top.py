@@ -199,6 +199,7 @@ class Screen:
             "hits",
             "tokens/s",
             "preempted",
+            "drafts right",
             "steps/s",
             "ms/step",
             "schedule",
@@ -257,6 +258,8 @@ def _rank_cells(old: RankSight, rank: RankSight, seconds: float) -> Iterator[str
     yield f"{100 * total[0] / total[1]:.0f}%" if total[1] else "–"
     yield _per_s(rank.tokens - old.tokens, seconds)
     yield str(rank.preemptions)
+    drafts, right = rank.draft_tokens - old.draft_tokens, rank.accepted_tokens - old.accepted_tokens
+    yield f"{100 * right / drafts:.0f}%" if drafts > 0 <= right else "–"
     yield _per_s(steps, seconds)
     yield _ms(seconds, steps)
     yield _ms(rank.schedule_s - old.schedule_s, steps)

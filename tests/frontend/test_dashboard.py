@@ -44,6 +44,8 @@ def status(second: int, *, up: tuple[int, ...] = (0, 1), ready: bool = True) -> 
                 "scheduler_prompt_tokens": 1000.0,
                 "scheduler_cached_prompt_tokens": 250.0,
                 "scheduler_preemptions": 3.0,
+                "scheduler_draft_tokens": 8.0 * second,
+                "scheduler_accepted_tokens": 6.0 * second,
                 "scheduler_idle_sessions": 2.0,
                 "bus_handling_seconds/Drained": 0.01 * second,
             },

@@ -363,6 +363,10 @@ def test_metrics(server: Server) -> None:
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny",rank="0"} 0.1' in metrics
     (preemptions,) = (line for line in metrics if line.startswith('vllm:num_preemptions_total{engine="1"'))
     assert float(preemptions.split()[1]) % 7 == 0 < float(preemptions.split()[1])  # 7 with each start of the rank
+    starts = float(preemptions.split()[1]) / 7
+    for name, count in (("drafts", 5), ("draft_tokens", 20), ("accepted_tokens", 15)):
+        (drafts,) = (line for line in metrics if line.startswith(f'vllm:spec_decode_num_{name}_total{{engine="1"'))
+        assert float(drafts.split()[1]) == count * starts
     assert any(line.startswith('vllm:generation_tokens_total{engine="0"') for line in metrics)
     assert [line for line in metrics if "engine=" in line and "rank=" not in line] == []
     assert 'rankbus_bus_rejected_frames_total{bus="client",process="frontend/0",reason="invalid"} 2.0' in metrics

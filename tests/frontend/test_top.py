@@ -25,9 +25,26 @@ def test_rates_are_those_between_the_snapshots() -> None:
     assert lines[0].endswith("ready")
     names, first, second = (line.split() for line in lines[1:4])
     assert names[:4] == ["rank", "state", "running", "waiting"]
-    # rank, state, running, waiting, idle sessions, KV, hits, tokens/s, preempted, steps/s, ms/step, schedule, update
-    assert first == ["0", "up", "4", "2", "2", "35%", "25%", "50.0", "3", "10.0", "100.00", "1.00", "0.00", "0"]
-    assert second == ["▸", "1", "up", "5", "2", "2", "35%", "25%", "100.0", "3", "10.0", "100.00", "1.00", "0.00", "0"]
+    # rank, state, running, waiting, idle sessions, KV, hits, tokens/s, preempted, drafts right, steps/s, ms/step, …
+    assert first == ["0", "up", "4", "2", "2", "35%", "25%", "50.0", "3", "75%", "10.0", "100.00", "1.00", "0.00", "0"]
+    assert second == [
+        "▸",
+        "1",
+        "up",
+        "5",
+        "2",
+        "2",
+        "35%",
+        "25%",
+        "100.0",
+        "3",
+        "75%",
+        "10.0",
+        "100.00",
+        "1.00",
+        "0.00",
+        "0",
+    ]
     assert lines[4] == "imbalance  8%"
     assert lines[5].startswith("executor   10.0 steps/s of 0.0 sequences; ms per step: device 50.00, dispatch 0.00")
     assert "ranks missed 3 times" in lines[5]

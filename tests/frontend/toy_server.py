@@ -69,6 +69,9 @@ class ToyCore:
                     "scheduler_prompt_tokens": 100.0,
                     "scheduler_cached_prompt_tokens": 40.0,
                     "scheduler_preemptions": 7.0,
+                    "scheduler_drafts": 5.0,
+                    "scheduler_draft_tokens": 20.0,
+                    "scheduler_accepted_tokens": 15.0,
                 },
             )
             for rank in range(2)

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 from bus.messages import (
     CLIENT_TO_FRONTEND,
     ENGINE_TO_FRONTEND,
+    EXECUTOR_TO_FOLLOWER,
     EXECUTOR_TO_RANK,
+    FOLLOWER_TO_EXECUTOR,
     FRONTEND_TO_CLIENT,
     FRONTEND_TO_ENGINE,
     RANK_TO_EXECUTOR,
@@ -30,6 +32,7 @@ BUSES = {
         Bus("client", "frontend", ("client",), CLIENT_TO_FRONTEND, FRONTEND_TO_CLIENT),
         Bus("command", "frontend", ("rank", "executor"), ENGINE_TO_FRONTEND, FRONTEND_TO_ENGINE),
         Bus("step", "executor", ("rank",), RANK_TO_EXECUTOR, EXECUTOR_TO_RANK),
+        Bus("follower", "executor", ("executor",), FOLLOWER_TO_EXECUTOR, EXECUTOR_TO_FOLLOWER),
     )
 }
 

@@ -4,6 +4,7 @@ Precedence, the last wins: defaults, file (TOML), environment (``RANKBUS_<KEY>``
 """
 
 import os
+import re
 import tomllib
 import types
 import typing
@@ -24,6 +25,8 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 JOURNALED = ("frontend", "rank", "executor")
 """The roles that can keep a journal."""
+
+_ADDRESS = r"[A-Za-z0-9.-]+:[0-9]{1,5}"
 
 EX_CONFIG = 78
 """Exit code of a process whose configuration or model cannot be used: a restart would not help (sysexits.h)."""
@@ -57,6 +60,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     data_shards: Positive | None = None
     """Groups of tensor_parallel devices, over which the ranks are spread; none is as many as there are devices and
     ranks for."""
+    executors: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Processes of the executor, one on each host with devices; they run each step together, on one mesh."""
+    coordinator: str = "127.0.0.1:8476"
+    """host:port of executor 0, where the executor's processes find each other."""
+    follower_address: str = ""
+    """tcp://host:port of executor 0, where it tells the others each step; empty is a socket in run_dir, for processes
+    on one machine."""
+    curve_key_file: str = ""
+    """File with the engine's secret CURVE key (40 characters), which tcp addresses need; the same on all hosts."""
 
     # Limits, per rank
     max_num_seqs: Annotated[int, Meta(ge=1, le=8192)] = 32
@@ -164,6 +176,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def step_endpoint(self) -> str:
         return self._ipc("step")
 
+    def follower_endpoint(self) -> str:
+        return self.follower_address or self._ipc("follower")
+
+    @property
+    def local_executors(self) -> int:
+        """How many of the executor's processes run on the machine of the ranks: all, unless they meet over tcp."""
+        return 1 if self.follower_address else self.executors
+
     def _ipc(self, name: str) -> str:
         path = self.run_path / f"{name}.ipc"
         size = len(os.fsencode(path))
@@ -202,6 +222,7 @@ def load(
     config.step_endpoint()  # refuses a run_dir that is too long now, not in one of the processes
     config.client_endpoint(config.frontends - 1)
     config.command_endpoint(config.frontends - 1)
+    _check_hosts(config)
     if config.journal not in ("off", "on") and not set(config.journal.split(",")) <= set(JOURNALED):
         raise ConfigError(
             f"journal: {config.journal!r} is not allowed; it must be off, on, or some of {', '.join(JOURNALED)} "
@@ -219,6 +240,16 @@ def load(
     if config.port + config.frontends - 1 > 65535:
         raise ConfigError(f"port: {config.port} + {config.frontends} frontends goes past 65535")
     return config
+
+
+def _check_hosts(config: Config) -> None:
+    """Refuse addresses for several hosts that cannot be used."""
+    if not re.fullmatch(_ADDRESS, config.coordinator):
+        raise ConfigError(f"coordinator: {config.coordinator!r} is not allowed; it must be host:port")
+    if config.follower_address and not re.fullmatch(f"tcp://{_ADDRESS}", config.follower_address):
+        raise ConfigError(f"follower_address: {config.follower_address!r} is not allowed; it must be tcp://host:port")
+    if config.follower_address and not config.curve_key_file:
+        raise ConfigError(f"follower_address: {config.follower_address} needs keys; set curve_key_file")
 
 
 def origins(

@@ -827,6 +827,82 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Follower bus: executor → executor 0
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The sender has all that steps need. `programs` stands for what it runs: it is the same in all, or none can."""
+
+    programs: str
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The sender's device cannot go on."""
+
+    reason: str
+
+
+# Follower bus: executor 0 → executor
+
+
+class RowSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A row of all ranks' (rank × max_num_seqs + the rank's row) begins, resumes or continues.
+
+    `token_ids` go to positions `start`, `start` + 1, …; what lies at `prompt_len` and after is output.
+    """
+
+    row: int
+    start: int
+    token_ids: Ints
+    prompt_len: int
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        _check_words(token_ids=self.token_ids)
+
+
+class MergedStep(Message, frozen=True, kw_only=True):
+    """A step of all ranks, to be run after that with the number before.
+
+    After `setups`, `rows` [n] run `num_tokens` [n] tokens each from `positions` [n] on; `samples` [n] is 1 for each
+    that draws a token, else 0. `num_drafts` [n] (left out: none) and `drafts` are as in `PartialSchedule`. `block_ids`
+    are the block tables, one row of `table_width` after the other. With `again`, the step before runs again, where it
+    ended, and only what is new of its tables is here: `block_ids` [m] at `block_places` [m], counted through the rows
+    of the table as it is now; what is not named is as before, or 0.
+    """
+
+    number: int
+    table_width: int
+    again: bool = False
+    setups: list[RowSetup] = []
+    rows: Ints = EMPTY
+    positions: Ints = EMPTY
+    num_tokens: Ints = EMPTY
+    samples: Ints = EMPTY
+    num_drafts: Ints = EMPTY
+    drafts: Ints = EMPTY
+    block_places: Ints = EMPTY
+    block_ids: Ints = EMPTY
+
+    def __post_init__(self) -> None:
+        count = self.rows.nbytes // 4
+        _check_words(rows=self.rows, drafts=self.drafts)
+        _check_lengths(count, positions=self.positions, num_tokens=self.num_tokens, samples=self.samples)
+        if self.num_drafts.nbytes:
+            _check_lengths(count, num_drafts=self.num_drafts)
+        if self.again:
+            if count or self.setups:
+                raise ValueError("`again` is for steps without `rows` and `setups`")
+            _check_lengths(self.block_places.nbytes // 4, block_ids=self.block_ids)
+        else:
+            _check_lengths(count * self.table_width, block_ids=self.block_ids)
+
+
+class EndOfSteps(Message, frozen=True, kw_only=True):
+    """No step comes any more: the executor was told to shut down, and all its processes end in an orderly way."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Who may send what: one union per direction
 
 CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
@@ -839,3 +915,5 @@ FRONTEND_TO_ENGINE = (
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
 EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | KvPool | StepResult
 RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | PartialSchedule
+FOLLOWER_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | Ready | Failed
+EXECUTOR_TO_FOLLOWER = Welcome | Heartbeat | Goodbye | Error | MergedStep | EndOfSteps

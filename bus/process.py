@@ -18,12 +18,20 @@ from bus.shell import new_incarnation
 _PR_SET_PDEATHSIG = 1
 
 
-def main(role: Role, run: Callable[[Config, Identity], None]) -> Never:
+def end_at_once(code: int) -> Never:
+    """End without what libraries do at exit: JAX waits there for programs, also for those that never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(role: Role, run: Callable[[Config, Identity], None], end: Callable[[int], Never] = sys.exit) -> Never:
     """Be a process of the engine: read ``--index`` and the configuration, then call `run`; end with the right code.
 
     `run` returns when the process ends in an orderly way, and imports what is slow to import itself: by then a crash
     loop has been slowed down. A configuration or model that cannot be used ends the process with code 78 and one log
-    line with the sentence, which has ``exit_code`` on it, by which ``rankbus serve`` finds it.
+    line with the sentence, which has ``exit_code`` on it, by which ``rankbus serve`` finds it. `end` ends the process
+    with a code.
     """
     end_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(prog=f"python -m {role}", allow_abbrev=False)
@@ -42,11 +50,11 @@ def main(role: Role, run: Callable[[Config, Identity], None]) -> Never:
         starts.ended_well()
     except ConfigError as error:
         log.get_logger().error(str(error), exit_code=EX_CONFIG)
-        sys.exit(EX_CONFIG)
+        end(EX_CONFIG)
     except Exception:
         log.get_logger().exception("the process ends by an error", exit_code=1)
-        sys.exit(1)
-    sys.exit(0)
+        end(1)
+    end(0)
 
 
 def end_with_parent(number: signal.Signals) -> None:

@@ -14,7 +14,7 @@ import zmq
 from zmq.backend import Socket as BareSocket
 from zmq.backend import zmq_poll
 
-from bus import affinity
+from bus import affinity, curve
 from bus.buses import BUSES
 from bus.config import Config
 from bus.core import Core, Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Send, Stop, Tick, WakeAt
@@ -22,7 +22,7 @@ from bus.counters import Counters
 from bus.journal.recorder import Recorder
 from bus.links import Dialer, Identity, Listener, Timing
 from bus.log import get_logger
-from bus.messages import Goodbye, Message
+from bus.messages import Goodbye, Message, Role
 from bus.phases import Phases
 from bus.wire import Codec
 
@@ -81,22 +81,36 @@ class Shell:
         self._stop_reason: str | None = None
 
     def bind(self, bus_name: str, endpoint: str) -> None:
-        """Be the binding side of a bus at `endpoint`."""
+        """Be the binding side of a bus at `endpoint`.
+
+        Raises:
+            ConfigError: it is a tcp address, and the key for it cannot be had.
+        """
         bus = BUSES[bus_name]
         codec = Codec(bus.up, self._config.max_message_bytes)
-        listener = Listener(bus, self._me, codec, self._counters, self._timing, {"rank": self._config.ranks})
+        limits: dict[Role, int] = {"rank": self._config.ranks, "executor": self._config.executors}
+        listener = Listener(bus, self._me, codec, self._counters, self._timing, limits)
         socket = self._open(zmq.ROUTER, listener)
+        if curve.is_needed(endpoint):
+            curve.guard_binding(socket, self._config)
+            endpoint = curve.binding(endpoint)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.bind(endpoint)
 
     def connect(self, bus_name: str, endpoint: str, index: int = 0) -> None:
-        """Be a connecting side of a bus; `index` is that of the process at `endpoint`. It may start later."""
+        """Be a connecting side of a bus; `index` is that of the process at `endpoint`. It may start later.
+
+        Raises:
+            ConfigError: it is a tcp address, and the key for it cannot be had.
+        """
         bus = BUSES[bus_name]
         codec = Codec(bus.down, self._config.max_message_bytes)
         dialer = Dialer(bus, self._me, codec, self._counters, self._timing, index)
         socket = self._open(zmq.DEALER, dialer)
         socket.setsockopt(zmq.IDENTITY, dialer.routing_id)
+        if curve.is_needed(endpoint):
+            curve.guard_connecting(socket, self._config)
         # Not IMMEDIATE: with it, libzmq drops what has come and was not read when a connection ends, Goodbye above all.
         socket.connect(endpoint)
 

@@ -24,4 +24,4 @@ def run(config: Config, me: Identity) -> None:
 
 
 if __name__ == "__main__":
-    process.main("executor", run)
+    process.main("executor", run, process.end_at_once)

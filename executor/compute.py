@@ -15,7 +15,7 @@ from jax import lax
 from executor import sampling
 from executor.attention import Attention, Batch, Plan, Tokens
 from executor.kernels.products import mark_unused
-from executor.mesh import MODEL
+from executor.mesh import DATA, MODEL
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
 
@@ -202,3 +202,13 @@ def _mine(adjustments: sampling.Adjustments, logits: Array) -> sampling.Adjustme
 
 def logprobs(logits: Array, tokens: Array) -> sampling.Logprobs:
     return over_shards(lambda logits, tokens: sampling.logprobs(logits, _my_lines(logits, tokens)))(logits, tokens)
+
+
+def gather_shards(x: Array) -> Array:
+    """All shards' entries of `x` [shards, …], for every device to have."""
+    return lax.all_gather(x, DATA, tiled=True)
+
+
+def gather_lines(x: Any) -> Any:
+    """All lines, of all shards, of arrays [shards, lines, …], for every device to have."""
+    return jax.tree.map(lambda x: gather_shards(lax.all_gather(x, MODEL, axis=1, tiled=True)), x)

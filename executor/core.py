@@ -17,12 +17,15 @@ from bus.messages import (
     CommandRequest,
     Error,
     ExecutorStatus,
+    Failed,
     KvPool,
     Message,
     PartialSchedule,
+    Ready,
     Reply,
     Shutdown,
 )
+from executor.group import Group
 from executor.merge import Limits, Merger, Part, Refused
 from executor.rows import Rows
 from executor.split import split
@@ -104,9 +107,10 @@ class ExecutorCore:
     more is coming are waited for, and none that was missed, until it is on time again.
     """
 
-    def __init__(self, config: Config, model: str, limits: Limits) -> None:
-        """`model` is the name that is served."""
+    def __init__(self, config: Config, model: str, limits: Limits, programs: str = "") -> None:
+        """`model` is the name that is served; `programs` see `group.Group`."""
         self._model = model
+        self._group = Group(config.executors - 1, programs)
         self._limits = limits
         self._block_size = config.block_size
         self._depth = config.async_depth
@@ -134,11 +138,12 @@ class ExecutorCore:
                 return self._receive(peer, message)
             case Tick(now, _, bus_counters):
                 self._bus_counters = bus_counters
-                return [*self._schedule(now), *self._report(now)]
+                oldest = self._in_flight[0].number if self._in_flight else None
+                return [*self._schedule(now), *self._report(now), *self._group.check(now, oldest)]
             case PeerUp(peer):
                 return self._welcome(peer)
-            case PeerDown(peer):
-                return self._forget(peer)
+            case PeerDown(peer, reason):
+                return self._forget(peer, reason)
             case Posted(DeviceFailed(reason)):
                 return [Stop(f"the device failed: {reason}")]
         raise TypeError(f"not an event of the executor: {event!r}")
@@ -149,7 +154,13 @@ class ExecutorCore:
         if peer.role == "frontend":
             self._frontends[peer.index] = peer
             return [Send(peer, self._status())]
+        if peer.role == "executor":
+            return self._group.welcome(peer)
         self._ranks[peer.index] = _Rank(peer)
+        return self._give_pool(peer) if self._group.is_complete else []
+
+    def _give_pool(self, peer: Peer) -> list[Effect]:
+        """Tell a rank what it may use, and so that it may begin."""
         pool = KvPool(
             num_blocks=self._limits.blocks_of_rank[peer.index],
             block_size=self._block_size,
@@ -158,11 +169,13 @@ class ExecutorCore:
         )
         return [Send(peer, pool)]
 
-    def _forget(self, peer: Peer) -> list[Effect]:
+    def _forget(self, peer: Peer, reason: str) -> list[Effect]:
         if peer.role == "frontend":
             if self._frontends.get(peer.index) == peer:
                 del self._frontends[peer.index]
             return []
+        if peer.role == "executor":
+            return self._group.lose(peer, reason)
         rank = self._ranks[peer.index]
         if rank is not None and rank.peer == peer:
             self._counters.add("executor_dropped_schedules", len(rank.pending))
@@ -174,8 +187,11 @@ class ExecutorCore:
         match message:
             case PartialSchedule():
                 return self._hold(peer, message)
+            case Ready() | Failed():
+                return self._hear(peer, message)
             case CommandRequest(command_id=command_id, body=Shutdown()):
-                return [Send(peer, Reply(command_id=command_id, value=True)), Stop("it was told to shut down")]
+                reply = Send(peer, Reply(command_id=command_id, value=True))
+                return [reply, *self._group.end(), Stop("it was told to shut down")]
             case CommandRequest(command_id=command_id, body=body):
                 sentence = f"{type(body).__name__} is a command for ranks; the executor takes Shutdown only"
                 return [Send(peer, Error(code="not_for_executor", message=sentence, command_id=command_id))]
@@ -184,6 +200,14 @@ class ExecutorCore:
                 return []
         sentence = f"{type(message).__name__} is not for the executor; ranks take it"
         return [Send(peer, Error(code="not_for_executor", message=sentence))]
+
+    def _hear(self, peer: Peer, message: Ready | Failed) -> list[Effect]:
+        was_complete = self._group.is_complete
+        effects = self._group.receive(peer, message)
+        if self._group.is_complete and not was_complete:
+            for rank in self._ranks:
+                effects += self._give_pool(rank.peer) if rank else []
+        return effects
 
     # When a step runs
 
@@ -207,6 +231,8 @@ class ExecutorCore:
     def _schedule(self, now: float) -> list[Effect]:
         """Run what should run now; ask to be woken when time alone would change the answer."""
         effects: list[Effect] = []
+        if not self._group.is_complete:
+            return effects
         self._read_clock(now)
         while len(self._in_flight) < self._depth:
             present = [rank for rank in self._ranks if rank and rank.pending]
@@ -265,6 +291,7 @@ class ExecutorCore:
         self._counters.add("executor_sequences", step.rows.size)
         self._counters.add("executor_tokens", int(np.add.reduce(step.num_tokens)))
         waited_for, self._waited_for = list(self._waited_for), {}
+        effects += self._group.tell(self._last_number, step)
         return [*effects, RunStep(self._last_number, step, [(part.rank, part.step) for part in parts], waited_for)]
 
     def _apply(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from bus.config import Config
+from executor import hosts
 
 
 def set_up(cache_path: Path) -> list[jax.Device]:
@@ -35,11 +36,15 @@ def memory_for_sharing(devices: Sequence[jax.Device]) -> int:
     """Bytes of which the KV pool gets a part: on accelerators what is free now, on a CPU all there is.
 
     It must be the same at each start, since programs are compiled for a pool's size. What is free on a CPU's machine is
-    not. "All" is what the machine has, or what this process's control group may use of it.
+    not. "All" is what the machine has, or what this process's control group may use of it; of several, the least.
     """
     if devices[0].platform != "cpu":
-        stats = [device.memory_stats() for device in devices]
-        return len(stats) * min(int(of["bytes_limit"] - of["bytes_in_use"]) for of in stats)
+        stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+        return len(devices) * hosts.least(min(int(of["bytes_limit"] - of["bytes_in_use"]) for of in stats))
+    return hosts.least(_memory_of_machine())
+
+
+def _memory_of_machine() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(fields["MemTotal"].split()[0]) * 1024
     try:

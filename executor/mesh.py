@@ -5,9 +5,11 @@ down where it happens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,10 +31,16 @@ def make(config: Config, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh that `config` asks for, of the first of `devices`.
 
     Raises:
-        ConfigError: there are too few devices, or too few ranks.
+        ConfigError: there are too few devices, or too few ranks, or a process would have no device.
     """
     data, model = shape(config, len(devices))
-    return of(devices[: data * model], data, model)
+    mesh = of(devices[: data * model], data, model)
+    if (processes := len({device.process_index for device in mesh.devices.flat})) < config.executors:
+        raise ConfigError(
+            f"executors: {config.executors} is not allowed; the mesh has {data} × {model} devices, which "
+            f"{processes} of them hold; raise tensor_parallel or data_shards, or the number of ranks"
+        )
+    return mesh
 
 
 def shape(config: Config, devices: int) -> tuple[int, int]:
@@ -80,6 +88,26 @@ def jit(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any,
         out_shardings=sharded(mesh, out_specs),
         donate_argnums=tuple(donate),
     )
+
+
+def outline(argument: Any) -> Any:
+    """What to trace a program with: of arrays from the host, which may be in a tuple, their shapes."""
+    if isinstance(argument, tuple):
+        return jax.tree.map(outline, argument)
+    return jax.ShapeDtypeStruct(argument.shape, argument.dtype) if isinstance(argument, np.ndarray) else argument
+
+
+def place(mesh: Mesh, argument: Any) -> Any:
+    """What to call a program with, on a mesh of several processes: of arrays from the host, which are by shard and may
+    be in a tuple, each process gives its devices their parts."""
+    if isinstance(argument, tuple):
+        return jax.tree.map(partial(place, mesh), argument)
+    return put(argument, NamedSharding(mesh, BY_SHARD)) if isinstance(argument, np.ndarray) else argument
+
+
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array of the host, which all processes have alike, on the devices."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _filled(ranks: int, shards: int) -> int:

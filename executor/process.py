@@ -9,8 +9,12 @@ from bus.config import Config
 from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
+from bus.model_files import ModelFacts
 from bus.shell import Shell
+from executor import hosts
 from executor.core import RunStep
+from executor.follower import FollowerCore, Unread
+from executor.group import Broken
 from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.progress import show
@@ -27,10 +31,15 @@ class DeviceError(Exception):
     """The device failed, and the process with it."""
 
 
+class GroupError(Exception):
+    """The executor's processes cannot go on together: one of them is lost, failed, or does not answer."""
+
+
 class Executor:
-    """A warm model, ready to be run."""
+    """A warm model, ready to be run. With an index above 0 it is a follower: see `follower.FollowerCore`."""
 
     def __init__(self, config: Config, me: Identity) -> None:
+        hosts.join(config, me.index)
         source = model_files.resolve(config)
         facts = model_files.read(source.folder)
         progress = show(Console(stderr=True))
@@ -44,6 +53,14 @@ class Executor:
             max_model_len=runner.max_model_len,
         )
         runner.warm_up(progress)
+        self._broken = ""
+        if me.index:
+            self._follow(config, me, runner)
+        else:
+            self._lead(config, me, runner, source.name, facts)
+
+    def _lead(self, config: Config, me: Identity, runner: Runner, model: str, facts: ModelFacts) -> None:
+        """Be the one that ranks and frontends know."""
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -53,23 +70,34 @@ class Executor:
             first_blocks=runner.first_blocks,
             most_drafts=config.most_drafts,
         )
-        construction = Construction(source.name, limits)
+        construction = Construction(model, limits, runner.digest)
         recorder = journal.start(config, me, construction, Plain(), facts)
         self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
         self._pipeline = Pipeline(runner, self._shell.post, config.async_depth)
         self._shell.bind("step", config.step_endpoint())
         for frontend in range(config.frontends):
             self._shell.connect("command", config.command_endpoint(frontend), frontend)
+        if config.executors > 1:
+            self._shell.bind("follower", config.follower_endpoint())
+
+    def _follow(self, config: Config, me: Identity, runner: Runner) -> None:
+        """Run what executor 0 says. No journal is kept: executor 0's has all that a follower is told."""
+        self._shell = Shell(me, config, FollowerCore(runner.digest, config.max_num_seqs), self._perform)
+        self._pipeline = Pipeline(Unread(runner), self._shell.post, config.async_depth)
+        self._shell.connect("follower", config.follower_endpoint())
 
     def run(self) -> None:
         """Serve until `stop`.
 
         Raises:
             DeviceError: the device failed.
+            GroupError: the executor's processes cannot go on together.
         """
         log.info("ready")
         reason = self._shell.run()
         log.info("the executor ends", reason=reason)
+        if self._broken:
+            raise GroupError(self._broken)
         if not self._pipeline.stop(FINISH_S):
             log.warning("a step was still running", waited_s=FINISH_S)
         if self._pipeline.error is not None:
@@ -79,5 +107,8 @@ class Executor:
         """End `run` soon; safe in a signal handler."""
         self._shell.stop(reason)
 
-    def _perform(self, effect: RunStep) -> None:
-        self._pipeline.submit(effect)
+    def _perform(self, effect: RunStep | Broken) -> None:
+        if isinstance(effect, Broken):
+            self._broken = effect.reason
+        else:
+            self._pipeline.submit(effect)

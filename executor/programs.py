@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from bus.log import get_logger
+from executor import hosts
 from executor import mesh as meshes
+from executor.kept import Kept
 from executor.progress import Progress
 
 log = get_logger()
@@ -55,6 +58,8 @@ class Programs:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._spans_processes = hosts.are_several()
+        self._kept = Kept(Path(jax.config.jax_compilation_cache_dir)) if hosts.is_follower() else None
         self._functions: dict[Key, Any] = {}
         self._traced: dict[Key, Any] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
@@ -81,7 +86,7 @@ class Programs:
         Returns:
             The shapes of what it returns.
         """
-        traced = self._functions[Key(name, size)].trace(*arguments)
+        traced = self._functions[Key(name, size)].trace(*map(meshes.outline, arguments))
         self._traced[Key(name, size)] = traced
         return traced.out_info
 
@@ -91,7 +96,7 @@ class Programs:
         counter = _CacheMisses()
         # Lowering holds the interpreter, compiling does not: two threads keep both busy.
         with ThreadPoolExecutor(threads) as pool, counter:
-            jobs = {pool.submit(_compile, traced): key for key, traced in self._traced.items()}
+            jobs = {pool.submit(self._compile, traced, counter): key for key, traced in self._traced.items()}
             progress("compiling programs", 0, len(jobs))
             for done, job in enumerate(as_completed(jobs), 1):
                 self._compiled[jobs[job]] = job.result()
@@ -107,21 +112,27 @@ class Programs:
 
     def compile_one(self, name: str, size: int) -> Any:
         """Compile a program that was traced, and return it."""
-        return _compile(self._traced[Key(name, size)])
+        return self._compile(self._traced[Key(name, size)])
 
     def run(self, name: str, size: int, *arguments: Any) -> Any:
         """Call a program. Returns as soon as the device has it, or as soon as the device allows."""
         key = Key(name, size)
+        if self._spans_processes:
+            arguments = tuple(meshes.place(self._mesh, argument) for argument in arguments)
         program = self._compiled.get(key)
         if program is None:
             if self._ready:
                 log.error("a program was compiled while serving", program=name, size=size)
-            program = self._compiled[key] = _compile(self._functions[key].trace(*arguments))
+            program = self._compiled[key] = self._compile(self._functions[key].trace(*arguments))
         return program(*arguments)
 
-
-def _compile(traced: Any) -> Callable[..., Any]:
-    return traced.lower().compile()
+    def _compile(self, traced: Any, counter: "_CacheMisses | None" = None) -> Callable[..., Any]:
+        if self._kept is None:
+            return traced.lower().compile()
+        program, is_new = self._kept.compiled(traced.lower())
+        if is_new and counter is not None:
+            counter.add()
+        return program
 
 
 class _CacheMisses:
@@ -138,7 +149,11 @@ class _CacheMisses:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_listener(self._listen)
 
+    def add(self) -> None:
+        """One more."""
+        with self._lock:
+            self.count += 1
+
     def _listen(self, event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_misses":
-            with self._lock:
-                self.count += 1
+            self.add()

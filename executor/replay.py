@@ -30,11 +30,12 @@ class Construction(msgspec.Struct, frozen=True):
 
     model: str
     limits: Limits
+    programs: str = ""
 
 
 def build(config: Config, construction: Construction) -> ExecutorCore:
     """The executor's core."""
-    return ExecutorCore(config, construction.model, construction.limits)
+    return ExecutorCore(config, construction.model, construction.limits, construction.programs)
 
 
 class Plain:

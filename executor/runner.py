@@ -11,7 +11,7 @@ import numpy as np
 
 from bus import model_files
 from bus.config import Config
-from executor import device, sampling, weights
+from executor import device, hosts, sampling, weights
 from executor import mesh as meshes
 from executor.constraints import Constraints, Line, compose
 from executor.drafts import judge
@@ -95,7 +95,9 @@ class Runner:
         self.block_size: int = config.block_size
         self.max_model_len = self._steps.max_model_len
         self.vocab_size = facts.vocab_size
+        self._fingerprint = facts.fingerprint
         self._keep_scores = keep_scores
+        self._spans_processes = hosts.are_several()
 
         self._programs = self._steps.programs
         self._placement = self._steps.placement
@@ -103,7 +105,7 @@ class Runner:
         self._outer, self._layers = self._steps.outer, self._steps.layers
         self._kv, self._history = jax.tree.map(_zeros, (self._steps.kv, self._steps.history))
         self._params = jax.tree.map(
-            lambda values, outline: jax.device_put(values, outline.sharding),
+            lambda values, outline: meshes.put(values, outline.sharding),
             RowParams(*self._placement.blank_params()),
             self._steps.params,
         )
@@ -119,6 +121,11 @@ class Runner:
     def blocks_of_rank(self, rank: int) -> int:
         """KV blocks of a rank: its equal share of `num_blocks`. A remainder goes to the first ranks, one each."""
         return self._kv_layout.blocks_of_rank(rank)
+
+    @property
+    def digest(self) -> str:
+        """Stands for the model and the programs that steps are made of; see `StepPrograms.digest`."""
+        return self._steps.digest(self._fingerprint)
 
     @property
     def first_blocks(self) -> list[int]:
@@ -150,6 +157,10 @@ class Runner:
         elif step.samples.any():
             drawn = self._draw(step, places, *self._placement.draws(step, places), ending)
         return Handle(step.rows.size, ending, drawn, step.drafts)
+
+    def wait(self, handle: Handle) -> None:
+        """Wait until a step is done, in place of `collect` where nobody reads what it drew."""
+        jax.block_until_ready([handle.done, *([handle.drawn.tokens] if handle.drawn else [])])
 
     def collect(self, handle: Handle) -> SampledStep:
         """Wait until a step is done, and fetch what it drew."""
@@ -227,6 +238,10 @@ class Runner:
         logprobs = self._programs.run("logprobs", size, raw, tokens) if wanted else None
         kept = raw if any(not 0 <= count <= TOP_LOGPROBS for count in wanted.values()) else None
         adjusted = logits if self._keep_scores else None
+        if self._spans_processes:
+            tokens = self._programs.run("gather tokens", size, tokens)
+            logprobs = None if logprobs is None else self._programs.run("gather logprobs", size, logprobs)
+            kept = None if kept is None else self._programs.run("gather logits", size, kept)
         return _Drawn(tokens, indices, drawn, wanted, logprobs, kept, picks, adjusted)
 
     def _adjustments(self, picks: Int32, rows: Int32, drawn: Places, size: int) -> Iterable[Adjustments]:

@@ -4,6 +4,7 @@ What is here follows from the configuration, the model's outline and the mesh: a
 compile the programs, and read from them what a step costs.
 """
 
+import hashlib
 import math
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bus.config import Config, ConfigError
 from bus.model_files import ModelFacts
-from executor import compute
+from executor import compute, hosts
 from executor import mesh as meshes
 from executor.attention import Attention, XlaAttention
 from executor.attention_cpu import KernelAttention
@@ -22,7 +23,7 @@ from executor.attention_tpu import TpuAttention
 from executor.compute import FIELDS, Model
 from executor.constraints import compose
 from executor.kv_layout import KvLayout
-from executor.mesh import BY_LINE, BY_SHARD, DATA, MODEL
+from executor.mesh import BY_LINE, BY_SHARD, DATA, MODEL, WHOLE
 from executor.models import parts
 from executor.placement import SETUP_TOKENS, Placement
 from executor.programs import Programs, sizes_up_to
@@ -130,6 +131,13 @@ class StepPrograms:
         """Places for sequences, on each shard, in a batch of the program of that size."""
         return size if name == "decode" else self.placement.rows
 
+    def digest(self, model: str) -> str:
+        """The same for processes that can run steps together: of the `model`, the mesh, and all shapes and sizes."""
+        arrays = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((self.kv, self.history, self.params))]
+        sizes = self.decode_sizes, self.mixed_sizes, self.draw_sizes, self.lines
+        made_of = model, jax.__version__, dict(self.mesh.shape), str(self.mesh.devices), arrays, sizes
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
     def trace(self) -> None:
         """Trace all programs, with the shapes that steps will give."""
         for name, sizes in (("decode", self.decode_sizes), ("mixed", self.mixed_sizes)):
@@ -161,7 +169,11 @@ class StepPrograms:
         trace("adjust", size, logits, self.history, self.params, picks, self.adjustments(size))
         trace("greedy", size, logits, self.history, picks)
         tokens, _ = trace("draw", size, logits, self.history, self.params, picks)
-        trace("logprobs", size, logits, tokens)
+        logprobs = trace("logprobs", size, logits, tokens)
+        if hosts.are_several():
+            trace("gather tokens", size, tokens)
+            trace("gather logprobs", size, logprobs)
+            trace("gather logits", size, logits)
 
     def adjustments(self, size: int) -> Adjustments:
         """What `adjust` takes when nothing is asked for."""
@@ -194,6 +206,10 @@ class StepPrograms:
             add("greedy", size, compute.greedy, (BY_LINE, BY_SHARD, BY_SHARD), BY_SHARD, donate=(1,))
             add("draw", size, compute.draw, drawing, BY_SHARD, donate=(1,))
             add("logprobs", size, compute.logprobs, (BY_LINE, BY_SHARD), BY_LINE)
+            if hosts.are_several():
+                add("gather tokens", size, compute.gather_shards, (BY_SHARD,), WHOLE)
+                add("gather logprobs", size, compute.gather_lines, (BY_LINE,), WHOLE)
+                add("gather logits", size, compute.gather_lines, (BY_LINE,), WHOLE)
         setup = (BY_SHARD,) * 6
         add("set up", SETUP_TOKENS, compute.set_up, setup, BY_SHARD, donate=(0, 1))
 

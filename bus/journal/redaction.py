@@ -40,14 +40,17 @@ NAMES = frozenset({"block_hashes", "removed", "stored"})
 PLAIN = frozenset(
     {
         "block_ids",
+        "block_places",
         "block_rows",
         "counts",
         "handles",
         "indices",
         "num_drafts",
         "num_tokens",
+        "positions",
         "ranks",
         "rows",
+        "samples",
         "seed_key",
         "values",
     }

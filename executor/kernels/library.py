@@ -59,7 +59,7 @@ def _compiler() -> str | None:
 def _compiled(compiler: str, folder: Path) -> Path:
     """The library for this source, compiler and CPU; compiled if it is not there."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_S).stdout
-    parts = [_SOURCE.read_bytes(), version, " ".join(_OPTIONS).encode(), jax.__version__.encode(), _cpu().encode()]
+    parts = [_SOURCE.read_bytes(), version, " ".join(_OPTIONS).encode(), jax.__version__.encode(), cpu().encode()]
     library = folder / f"cpu-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not library.exists():
         log.info("compiling the kernels", compiler=compiler)
@@ -72,7 +72,7 @@ def _compiled(compiler: str, folder: Path) -> Path:
     return library
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """What `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

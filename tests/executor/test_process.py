@@ -22,6 +22,7 @@ class Broken:
 
     num_blocks, max_model_len, vocab_size = 128, 1024, 259
     first_blocks = (1, 65)
+    digest = ""
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -1,0 +1,95 @@
+"""The executor as two processes with one mesh, each as good as on a host of its own: real JAX, real sockets."""
+
+import itertools
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bus.config import EX_CONFIG
+from bus.messages import Goodbye, Sampling
+from tests.engine import Engine
+from tests.process.wire_rank import WireRank
+
+START_S = 110.0
+SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 129, "max_model_len": 256}
+DRAWN = Sampling(seed=7, max_tokens=99, temperature=0.8, top_p=0.9, logprobs=2)
+BOTH = ("executor-0", "executor-1")
+
+pytestmark = pytest.mark.timeout(240)  # each starts processes that compile, the first time
+
+incarnations = itertools.count(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def engine_of(model: Path, cache: Path, executors: int, **settings: int) -> Engine:
+    return Engine(model, cache, executors=executors, coordinator=f"127.0.0.1:{_free_port()}", **SMALL, **settings)
+
+
+def rank(engine: Engine, index: int) -> WireRank:
+    return WireRank(engine.config, index, next(incarnations))
+
+
+def play(engine: Engine) -> list[list[int]]:
+    """What two ranks draw, side by side: prompts in chunks, greedy rows and others, two steps in flight."""
+    with rank(engine, 0) as first, rank(engine, 1) as second:
+        first.meet(), second.meet()
+        first.schedule({0: 16}, new=[first.new_row(0, list(range(20, 41)))])
+        second.schedule({0: 5}, new=[second.new_row(0, [9, 8, 7, 6, 5], DRAWN)])
+        first.schedule({0: 5})
+        assert first.result() == [-1]
+        drawn = first.result(), second.result()
+        # 30 steps go over the border of a block: what is told of a table changes
+        return [begun + peer.decode([0], 30)[0] for begun, peer in zip(drawn, (first, second), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
+    with engine_of(tiny_model, engine_cache, 2) as engine:
+        engine.start(*BOTH)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path, engine_cache: Path) -> Iterator[list[list[int]]]:
+    """What one process draws."""
+    with engine_of(tiny_model, engine_cache, 1) as engine:
+        engine.start("executor-0")
+        engine["executor-0"].wait_for_log("ready", START_S)
+        yield play(engine)
+
+
+def test_two_processes_draw_what_one_draws(pair: Engine, alone: list[list[int]]) -> None:
+    pair["executor-0"].wait_for_log("all executors are ready", START_S)
+    assert play(pair) == alone
+
+
+def test_two_processes_that_share_each_weight_draw_what_one_draws(
+    tiny_model: Path, engine_cache: Path, alone: list[list[int]]
+) -> None:
+    with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2) as engine:
+        engine.start(*BOTH)
+        engine["executor-0"].wait_for_log("all executors are ready", START_S)
+        assert play(engine) == alone
+
+
+def test_when_a_follower_is_killed_all_end_and_come_back_as_one(pair: Engine, alone: list[list[int]]) -> None:
+    pair["executor-0"].wait_for_log("all executors are ready", START_S)
+    with rank(pair, 0) as peer:
+        peer.meet()
+        pair.stop("executor-1", by=signal.SIGKILL)
+        last = peer.receive()
+        assert isinstance(last, Goodbye)
+        assert "executor/1 is lost" in last.reason
+    assert pair.stop("executor-0")["executor-0"] not in (0, EX_CONFIG)  # supervisord starts it again
+    pair.start(*BOTH)
+    pair["executor-0"].wait_for_log("all executors are ready", START_S)
+    assert play(pair) == alone

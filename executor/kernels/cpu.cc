@@ -266,33 +266,35 @@ ffi::Error gated(ffi::ThreadPool pool, bool gelu, ffi::Buffer<ffi::F32> x, ffi::
 
 constexpr int64_t kChunk = 64;     // positions whose scores are held at once
 constexpr int64_t kTile = 8;       // tokens of a sequence whose queries are gone through together
+constexpr int64_t kSoon = 16;      // positions after which a key and its value are used that are asked for now
 constexpr float kMasked = -1e30f;  // score of a position that is not to be seen
 
-// scores[i][p] of `rows` queries, each `dim` long, with four keys.
+// scores[i][p] of `rows` queries, each `dim` long, with the keys that lie at `offset` of four places.
 template <int rows>
-void score(const float* queries, const float* const* keys, int64_t dim, float* scores) {
+void score(const float* queries, const float* const* places, int64_t offset, int64_t dim, float* scores) {
   Vector total[rows][4] = {};
   for (int64_t d = 0; d < dim; d += kWidth) {
     Vector query[rows];
     for (int i = 0; i < rows; ++i) query[i] = load(queries + i * dim + d);
     for (int p = 0; p < 4; ++p) {
-      const Vector key = load(keys[p] + d);
+      const Vector key = load(places[p] + offset + d);
       for (int i = 0; i < rows; ++i) total[i][p] += query[i] * key;
     }
   }
   for (int i = 0; i < rows; ++i) sums(total[i], scores + i * kChunk);
 }
 
-// mixed[i] += Σ weights[i][p] · values[p], over `vectors` vectors of the head.
+// mixed[i] += Σ weights[i][p] · the value at `offset` of places[p], over `vectors` vectors of the head.
 template <int rows, int vectors>
-void mix(const float* weights, const float* const* values, int64_t positions, int64_t dim, float* mixed) {
+void mix(const float* weights, const float* const* places, int64_t offset, int64_t positions, int64_t dim,
+         float* mixed) {
   Vector total[rows][vectors];
   for (int i = 0; i < rows; ++i) {
     for (int j = 0; j < vectors; ++j) total[i][j] = load(mixed + i * dim + j * kWidth);
   }
   for (int64_t p = 0; p < positions; ++p) {
     Vector value[vectors];
-    for (int j = 0; j < vectors; ++j) value[j] = load(values[p] + j * kWidth);
+    for (int j = 0; j < vectors; ++j) value[j] = load(places[p] + offset + j * kWidth);
     for (int i = 0; i < rows; ++i) {
       const Vector weight = spread(weights[i * kChunk + p]);
       for (int j = 0; j < vectors; ++j) total[i][j] += weight * value[j];
@@ -304,21 +306,18 @@ void mix(const float* weights, const float* const* values, int64_t positions, in
 }
 
 template <int rows>
-void mix_heads(const float* weights, const float** values, int64_t positions, int64_t dim, float* mixed) {
+void mix_heads(const float* weights, const float* const* places, int64_t offset, int64_t positions, int64_t dim,
+               float* mixed) {
   int64_t d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
-    mix<rows, 4>(weights, values, positions, dim, mixed + d);
-    for (int64_t p = 0; p < positions; ++p) values[p] += 4 * kWidth;
+    mix<rows, 4>(weights, places, offset + d, positions, dim, mixed + d);
   }
-  for (; d < dim; d += kWidth) {
-    mix<rows, 1>(weights, values, positions, dim, mixed + d);
-    for (int64_t p = 0; p < positions; ++p) values[p] += kWidth;
-  }
-  for (int64_t p = 0; p < positions; ++p) values[p] -= dim;
+  for (; d < dim; d += kWidth) mix<rows, 1>(weights, places, offset + d, positions, dim, mixed + d);
 }
 
 constexpr decltype(&score<1>) kScore[] = {nullptr, score<1>, score<2>, score<3>};
 constexpr decltype(&mix_heads<1>) kMix[] = {nullptr, mix_heads<1>, mix_heads<2>, mix_heads<3>};
+constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kTogether = 3;  // queries that share what is loaded of keys and values
 
 struct Shape {
@@ -334,91 +333,106 @@ struct Options {
 
 // What is left of memory from one task to the next on a thread.
 struct Scratch {
-  std::vector<float> queries, mixed, scores;
-  void fit(int64_t rows, int64_t dim) {
-    const size_t needed = rows * dim, lines = rows * kChunk;
-    if (queries.size() < needed) queries.resize(needed), mixed.resize(needed);
-    if (scores.size() < lines) scores.resize(lines);
-  }
+  std::vector<float> queries, mixed, scores, top, total;
+  std::vector<const float*> places;
 };
 
-// Tokens `begin` to `end` of a step, of one sequence, the first at `position`, and the queries of one KV head.
+// The weights of scores up to `count` in a line, of which `hidden` at the start and those from `unseen` on are not to be
+// seen; what has been mixed by lower ones before is brought down to them.
+void weigh_line(const Options& options, float* line, int64_t count, int64_t hidden, int64_t unseen, float& top,
+                float& total, float* mixed, int64_t dim) {
+  const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
+  if (options.soft_cap > 0) {
+    for (int64_t p = 0; p < count; ++p) line[p] = options.soft_cap * std::tanh(line[p] / options.soft_cap);
+  }
+  for (int64_t p = 0; p < std::min(hidden, count); ++p) line[p] = kMasked;
+  for (int64_t p = std::min(count, unseen); p < padded; ++p) line[p] = kMasked;
+  Vector highest = load(line);
+  for (int64_t p = kWidth; p < padded; p += kWidth) {
+    const Vector more = load(line + p);
+    highest = more > highest ? more : highest;
+  }
+  float new_top = top;
+  for (int i = 0; i < kWidth; ++i) new_top = std::max(new_top, highest[i]);
+  Vector weight = {};
+  for (int64_t p = 0; p < padded; p += kWidth) {
+    const Vector value = exponential(load(line + p) - new_top);
+    store(line + p, value);
+    weight += value;
+  }
+  if (new_top > top) {
+    const float kept = std::exp(top - new_top);
+    total *= kept;
+    for (int64_t d = 0; d < dim; ++d) mixed[d] *= kept;
+  }
+  total += sum(weight);
+  top = new_top;
+}
+
+// Tokens `begin` to `end` of a step, of one sequence, the first at `position`, and the queries of KV heads `first_head`
+// to `last_head`.
 void attend(const Shape& shape, const Options& options, const float* q, const float* cache, const int32_t* table,
-            int64_t begin, int64_t end, int64_t position, int64_t kv_head, float* out) {
+            int64_t begin, int64_t end, int64_t position, int64_t first_head, int64_t last_head, float* out) {
   thread_local Scratch scratch;
   const int64_t dim = shape.dim, shared = shape.shared(), rows = (end - begin) * shared;
-  scratch.fit(rows, dim);
+  const int64_t lines = rows * (last_head - first_head);
+  scratch.queries.resize(lines * dim), scratch.mixed.assign(lines * dim, 0.0f), scratch.scores.resize(rows * kChunk);
+  scratch.top.assign(lines, kMasked), scratch.total.assign(lines, 0.0f);
   float *queries = scratch.queries.data(), *mixed = scratch.mixed.data(), *scores = scratch.scores.data();
-  float top[kTile * 64], total[kTile * 64];
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* from = q + ((begin + row / shared) * shape.heads + kv_head * shared + row % shared) * dim;
-    for (int64_t d = 0; d < dim; ++d) queries[row * dim + d] = from[d] * options.scale;
-    top[row] = kMasked, total[row] = 0;
+  // Where a row's queries and its output are, in arrays [tokens, heads, dim].
+  const auto at = [&](int64_t head, int64_t row) {
+    return ((begin + row / shared) * shape.heads + head * shared + row % shared) * dim;
+  };
+  for (int64_t line = 0; line < lines; ++line) {
+    const float* from = q + at(first_head + line / rows, line % rows);
+    for (int64_t d = 0; d < dim; ++d) queries[line * dim + d] = from[d] * options.scale;
   }
-  std::fill(mixed, mixed + rows * dim, 0.0f);
 
   const int64_t seen = position + (end - begin);
   const int64_t first = options.window > 0 ? std::max<int64_t>(0, position + 1 - options.window) : 0;
+  auto& places = scratch.places;  // of the positions from `first` on; the last one again and again after the end
+  places.clear();
+  for (int64_t place = first; place < seen;) {
+    const int64_t block = place / shape.block_size, stop = std::min(seen, (block + 1) * shape.block_size);
+    const float* from = cache + (table[block] * shape.block_size + place - block * shape.block_size) *
+                                    shape.position_stride();
+    for (; place < stop; ++place, from += shape.position_stride()) places.push_back(from);
+  }
+  places.resize(seen - first + kWidth + kSoon, places.back());
+
   for (int64_t from = first; from < seen; from += kChunk) {
     const int64_t count = std::min(kChunk, seen - from), padded = (count + kWidth - 1) / kWidth * kWidth;
-    const float *keys[kChunk], *values[kChunk];
-    for (int64_t p = 0; p < padded; ++p) {
-      const int64_t at = from + std::min(p, count - 1);
-      const int64_t place = table[at / shape.block_size] * shape.block_size + at % shape.block_size;
-      keys[p] = cache + place * shape.position_stride() + 2 * kv_head * dim;
-      values[p] = keys[p] + dim;
-    }
     // Rows before `skipped` see nothing of this chunk.
     const int64_t skipped = std::max<int64_t>(0, from - position) * shared;
-    for (int64_t row = skipped; row < rows; row += kTogether) {
-      const int64_t group = std::min(kTogether, rows - row);
-      for (int64_t p = 0; p < padded; p += 4) {
-        if (row == skipped && p + 12 < padded) {
-          for (int ahead = 8; ahead < 12; ++ahead) {
-            for (int64_t d = 0; d < 2 * dim; d += 16) __builtin_prefetch(keys[p + ahead] + d);
+    for (int64_t head = first_head; head < last_head; ++head) {
+      const float* const* here = places.data() + from - first;
+      const int64_t keys = 2 * head * dim, values = keys + dim, base = (head - first_head) * rows;
+      for (int64_t row = skipped; row < rows; row += kTogether) {
+        const int64_t group = std::min(kTogether, rows - row);
+        for (int64_t p = 0; p < padded; p += 4) {
+          if (row == skipped) {
+            for (int64_t ahead = p + kSoon; ahead < p + kSoon + 4; ++ahead) {
+              for (int64_t d = 0; d < 2 * dim; d += 16) __builtin_prefetch(here[ahead] + keys + d, 0, 2);
+            }
           }
+          kScore[group](queries + (base + row) * dim, here + p, keys, dim, scores + row * kChunk + p);
         }
-        kScore[group](queries + row * dim, keys + p, dim, scores + row * kChunk + p);
       }
-    }
-    for (int64_t row = skipped; row < rows; ++row) {
-      float* line = scores + row * kChunk;
-      const int64_t at = position + row / shared;
-      if (options.soft_cap > 0) {
-        for (int64_t p = 0; p < count; ++p) line[p] = options.soft_cap * std::tanh(line[p] / options.soft_cap);
+      for (int64_t row = skipped; row < rows; ++row) {
+        const int64_t own = position + row / shared, line = base + row;
+        const int64_t hidden = options.window > 0 ? own + 1 - options.window - from : 0;
+        weigh_line(options, scores + row * kChunk, count, hidden, own + 1 - from, scratch.top[line],
+                   scratch.total[line], mixed + line * dim, dim);
       }
-      const int64_t hidden = options.window > 0 ? at + 1 - options.window - from : 0;
-      for (int64_t p = 0; p < std::min(hidden, count); ++p) line[p] = kMasked;
-      for (int64_t p = std::min(count, at + 1 - from); p < padded; ++p) line[p] = kMasked;
-      Vector highest = load(line);
-      for (int64_t p = kWidth; p < padded; p += kWidth) {
-        const Vector more = load(line + p);
-        highest = more > highest ? more : highest;
+      for (int64_t row = skipped; row < rows; row += kTogether) {
+        const int64_t group = std::min(kTogether, rows - row);
+        kMix[group](scores + row * kChunk, here, values, count, dim, mixed + (base + row) * dim);
       }
-      float new_top = top[row];
-      for (int i = 0; i < kWidth; ++i) new_top = std::max(new_top, highest[i]);
-      Vector weight = {};
-      for (int64_t p = 0; p < padded; p += kWidth) {
-        const Vector value = exponential(load(line + p) - new_top);
-        store(line + p, value);
-        weight += value;
-      }
-      if (new_top > top[row]) {
-        const float kept = std::exp(top[row] - new_top);
-        total[row] *= kept;
-        for (int64_t d = 0; d < dim; ++d) mixed[row * dim + d] *= kept;
-      }
-      total[row] += sum(weight);
-      top[row] = new_top;
-    }
-    for (int64_t row = skipped; row < rows; row += kTogether) {
-      const int64_t group = std::min(kTogether, rows - row);
-      kMix[group](scores + row * kChunk, values, count, dim, mixed + row * dim);
     }
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    float* to = out + ((begin + row / shared) * shape.heads + kv_head * shared + row % shared) * dim;
-    for (int64_t d = 0; d < dim; ++d) to[d] = mixed[row * dim + d] / total[row];
+  for (int64_t line = 0; line < lines; ++line) {
+    float* to = out + at(first_head + line / rows, line % rows);
+    for (int64_t d = 0; d < dim; ++d) to[d] = mixed[line * dim + d] / scratch.total[line];
   }
 }
 
@@ -477,13 +491,16 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
   };
   // All is written before anything is read: a tile sees what other tiles of its sequence write.
   for (const Tile& tile : tiles) write(tile);
+  // All heads of a tile go through the cache together, as it lies, unless there are too few tiles for all threads.
   // Long sequences' last tiles see most; taking them first leaves short work for the end.
   const int64_t count = tiles.size();
-  in_parallel(pool, count * shape.kv_heads, [&](int64_t task) {
-    const Tile& tile = tiles[count - 1 - task / shape.kv_heads];
-    const int64_t start = tile.shard * shape.tokens * shape.heads * shape.dim;
+  const int64_t parts = count < kTilesPerThread * pool.num_threads() ? shape.kv_heads : 1;
+  in_parallel(pool, count * parts, [&](int64_t task) {
+    const Tile& tile = tiles[count - 1 - task / parts];
+    const int64_t start = tile.shard * shape.tokens * shape.heads * shape.dim, part = task % parts;
     attend(shape, options, q.typed_data() + start, cache + tile.shard * cache_size, table_of(tile), tile.begin,
-           tile.end, tile.position, task % shape.kv_heads, out->typed_data() + start);
+           tile.end, tile.position, part * shape.kv_heads / parts, (part + 1) * shape.kv_heads / parts,
+           out->typed_data() + start);
   });
   return ffi::Error::Success();
 }

@@ -113,14 +113,19 @@ def _wait_for_former(config: Config) -> None:
 
 def _check_ports(config: Config) -> None:
     for port in _ports(config):
-        with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port: {config.host} port {port} cannot be used ({error.strerror}); choose another"
-                ) from None
+        _check_port("port", config.host, port)
+    if config.executors > 1:
+        _check_port("coordinator", "0.0.0.0", int(config.coordinator.rpartition(":")[2]))
+
+
+def _check_port(setting: str, host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", error)
+            raise ConfigError(f"{setting}: {host} port {port} cannot be used ({why}); choose another") from None
 
 
 def _ports(config: Config) -> range:
@@ -223,7 +228,8 @@ class Watch:
 def _log_paths(config: Config) -> list[Path]:
     names = [f"frontend-{index}" for index in range(config.frontends)]
     names += [f"rank-{index}" for index in range(config.ranks)]
-    return [config.run_path / "log" / f"{name}.jsonl" for name in (*names, "executor-0")]
+    names += [f"executor-{index}" for index in range(config.local_executors)]
+    return [config.run_path / "log" / f"{name}.jsonl" for name in names]
 
 
 def _sentence(tail: LogTail, path: Path) -> str:

@@ -114,6 +114,7 @@ def fill_in(template: str, config: Config) -> str:
         "RANKBUS_RUN_DIR": str(config.run_path),
         "RANKBUS_FRONTENDS": str(config.frontends),
         "RANKBUS_RANKS": str(config.ranks),
+        "RANKBUS_LOCAL_EXECUTORS": str(config.local_executors),
         "RANKBUS_PYTHON": sys.executable,
     }
     return re.sub(r"%\(ENV_(\w+)\)s", lambda match: values[match[1]].replace("%", "%%"), template)

@@ -97,6 +97,16 @@ def test_supervisord_treats_all_processes_alike() -> None:
     assert settings[0] == settings[1] == settings[2]
 
 
+def test_executors_on_other_hosts_are_started_there() -> None:
+    template = (ROOT / "supervisord.conf").read_text()
+    here = Config(executors=3)
+    elsewhere = Config(executors=3, follower_address="tcp://leader:5557", curve_key_file="key")
+    for config, count in ((here, 3), (elsewhere, 1)):
+        parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
+        parser.read_string(supervision.fill_in(template, config))
+        assert parser["program:executor"]["numprocs"] == str(count)
+
+
 def test_a_percent_sign_in_a_path_survives() -> None:
     text = supervision.fill_in("directory = %(ENV_RANKBUS_RUN_DIR)s/log", Config(run_dir="/a%b"))
     assert text == "directory = /a%%b/log"

@@ -20,7 +20,7 @@ import pytest
 from frontend.client import Client
 from tests.engine import ROOT, START_S, _free_ports
 
-PROGRAMS = ["rankbus:executor", "rankbus:frontend-0", "rankbus:rank-0", "rankbus:rank-1"]
+PROGRAMS = ["rankbus:executor-0", "rankbus:frontend-0", "rankbus:rank-0", "rankbus:rank-1"]
 
 
 class Served:

@@ -162,7 +162,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing(
     [command] = [line for line in engine.lines if "supervisorctl" in line]
     told = subprocess.run(shlex.split(command.partition("processes")[2]), capture_output=True, text=True, timeout=30)
     assert [line.split()[:2] for line in told.stdout.splitlines()] == [
-        ["rankbus:executor", "RUNNING"],
+        ["rankbus:executor-0", "RUNNING"],
         ["rankbus:frontend-0", "RUNNING"],
         ["rankbus:rank-0", "RUNNING"],
         ["rankbus:rank-1", "RUNNING"],
@@ -183,17 +183,19 @@ def test_supervisord_that_comes_up_late_is_heard(folder: Path) -> None:
         while not (programs := supervisor.programs()):
             assert time.monotonic() < deadline, "it is never heard"
             pause.wait(0.05)
-        assert [program.name for program in programs] == ["executor", "frontend-0", "rank-0"]
+        assert [program.name for program in programs] == ["executor-0", "frontend-0", "rank-0"]
     finally:
         supervisor.stop()
     assert supervisor.exit_code() == 0
 
 
-def test_several_frontends_and_ranks(folder: Path, engines: list[Engine]) -> None:
-    engine = Engine(folder, "--frontends", "2", "--ranks=3")
+def test_several_frontends_ranks_and_executors(folder: Path, engines: list[Engine]) -> None:
+    coordinator = f"127.0.0.1:{_free_port()}"
+    engine = Engine(folder, "--frontends", "2", "--ranks=3", "--executors=2", "--coordinator", coordinator)
     engines.append(engine)
     engine.ready()
-    assert sorted(engine.pids()) == ["executor", "frontend-0", "frontend-1", "rank-0", "rank-1", "rank-2"]
+    executors, frontends = ["executor-0", "executor-1"], ["frontend-0", "frontend-1"]
+    assert sorted(engine.pids()) == [*executors, *frontends, "rank-0", "rank-1", "rank-2"]
     text = "\n".join(engine.lines)
     for index in range(2):
         assert f"http://127.0.0.1:{engine.port + index}/v1" in text
@@ -320,7 +322,7 @@ def test_a_run_dir_in_use_is_refused(folder: Path, engines: list[Engine]) -> Non
     engines.append(second)
     assert second.end() == 78
     assert "an engine is already running" in second.output()
-    assert first.programs()["executor"]["statename"] == "RUNNING"
+    assert first.programs()["executor-0"]["statename"] == "RUNNING"
 
 
 def test_a_port_in_use_is_refused(folder: Path, engines: list[Engine]) -> None:

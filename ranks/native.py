@@ -311,7 +311,7 @@ class NativeScheduler:
             rows=pack_ints(plan.rows),
             num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
             num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
-            drafts=pack_ints(plan.tried),
+            drafts=pack_ints(plan.tried) if plan.drafts else EMPTY,
             block_rows=pack_ints(plan.block_rows),
             block_ids=pack_ints(plan.block_ids),
             new=new,

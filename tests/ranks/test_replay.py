@@ -24,10 +24,11 @@ from ranks.core import RankCore
 from ranks.planning import Planner
 from ranks.replay import Construction, NativeSchedulers, subject
 from tests.journals import INCARNATION, Inline, Recording, Twins, model
-from tests.ranks.toy import VOCAB, ToyExecutor
+from tests.ranks.toy import VOCAB, ToyExecutor, next_repeating, next_token
 
 CONFIG = Config(scheduler="native", max_num_seqs=6, max_num_batched_tokens=32, block_size=8)
 POOL = m.KvPool(num_blocks=24, block_size=8, max_model_len=96, vocab_size=VOCAB)
+DRAFTS = {"speculation": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 COMMANDS = (
     m.TokenCount(),
     m.PendingPrefillTokens(),
@@ -50,7 +51,8 @@ COMMANDS = (
 class Traffic:
     """A rank under random traffic, with the toy model behind it."""
 
-    def __init__(self, seed: int, core: Any) -> None:
+    def __init__(self, seed: int, core: Any, config: Config = CONFIG) -> None:
+        self._config = config
         self._random = random.Random(seed)
         self._has_sessions = seed % 2 == 1
         self._core = core
@@ -82,7 +84,11 @@ class Traffic:
         return peer
 
     def _begin_executor(self) -> None:
-        self._executor = ToyExecutor(POOL, CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens)
+        config = self._config
+        model = next_repeating if config.most_drafts else next_token
+        self._executor = ToyExecutor(
+            POOL, config.max_num_seqs, config.max_num_batched_tokens, model, config.most_drafts
+        )
         self._executor_peer = self._start("step", "executor", 0)
         self._feed(Received(self._executor_peer, POOL))
 
@@ -173,12 +179,21 @@ def record(folder: Path, seed: int, events: int, **settings: Any) -> Journal:
     core = build(config)
     me = Identity("rank", 1, INCARNATION)
     recording = Recording(folder, me, core, Construction(), config, model=model(VOCAB))
-    Traffic(seed, recording).run(events)
+    Traffic(seed, recording, config).run(events)
     return recording.end()
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("settings", [{}, {"journal_redact": True}, {"policy": "fcfs", "async_depth": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"journal_redact": True},
+        {"policy": "fcfs", "async_depth": 1},
+        DRAFTS,
+        DRAFTS | {"journal_redact": True},
+    ],
+)
 def test_replays_without_a_difference(tmp_path: Path, seed: int, settings: dict[str, Any]) -> None:
     journal = record(tmp_path, seed, 500, **settings)
     outcome = replay(journal, journal.header())
@@ -190,6 +205,8 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int, settings: dict[
     assert {item.type for item in said} >= {"StepResult", "Outputs", "KvEvents", "Load", "Reply", "PeerDown", "Tick"}
     rare = "continued" if seed % 2 else "resumed"
     assert any(item.type == "PartialSchedule" and rare in item.fields for item in said)
+    tried = any(item.type == "PartialSchedule" and "drafts" in item.fields for item in said)
+    assert tried == ("speculation" in settings)
 
 
 def test_a_flipped_comparison_is_found_at_the_step_where_it_first_matters(
@@ -228,8 +245,9 @@ def first_choice_of_a_victim(journal: Journal, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_restored_core_goes_on_as_the_one_that_was_captured(seed: int) -> None:
-    twins = Twins(build)
-    Traffic(seed, twins).run(400)
+    config = msgspec.structs.replace(CONFIG, **(DRAFTS if seed > 1 else {}))
+    twins = Twins(lambda: build(config))
+    Traffic(seed, twins, config).run(400)
     assert twins.compared > 10
 
 

@@ -100,6 +100,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_lookup_max: Positive = 4
     """So many are looked at: where more of them agree is preferred."""
 
+    # Chat (HTTP)
+    tool_call_parser: str = ""
+    """Which of vLLM's parsers finds tool calls in answers, as its option of this name; with one, the model may choose
+    whether to call a tool (tool_choice auto). Empty is none."""
+    reasoning_parser: str = ""
+    """Which of vLLM's parsers tells reasoning from answers, as its option of this name; empty is none."""
+
     # Routing and batching
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
     batching_window_ms: Annotated[float, Meta(ge=0)] = 5.0

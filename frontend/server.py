@@ -18,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from bus.config import Config, ConfigError
 from bus.log import get_logger
 from bus.model_files import ModelSource
+from frontend import parsers
 from frontend.bridge import Bridge
 from frontend.engine import BusLLM
 from frontend.metrics import BusCollector, EngineStatus, histograms
@@ -58,7 +59,7 @@ async def serve(
     Effects come from `bridge`, calls go to `post`.
 
     Raises:
-        ConfigError: traces are wanted, and there is nothing to make them with.
+        ConfigError: traces are wanted, and there is nothing to make them with, or a parser cannot be used.
         RuntimeError: the server ended without being told to.
     """
     start = time.monotonic()
@@ -69,6 +70,7 @@ async def serve(
         )
     _quieten_logs()
     args = _arguments(config, index, source, limits)
+    parsers.choose(args, config)
     vllm_config = _vllm_config(config, args)
     status = EngineStatus(index)
     engine = BusLLM(
@@ -80,6 +82,7 @@ async def serve(
         sight=Sight(index, config.ranks, histograms),
         timed=config.journals("frontend"),
     )
+    parsers.try_out(config, engine.renderer.get_tokenizer())
     log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
     texts = TextRequests(engine, post)
     sessions = SessionTexts(engine, post)

@@ -67,6 +67,7 @@ class Server:
             text=True,
             env=os.environ
             | {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "TOY_TRACES": self.traces.url}
+            | {"TOY_SETTINGS": json.dumps({"tool_call_parser": "hermes"})}
             | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"},
         )
         self.calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -223,6 +224,25 @@ def test_parameters_reach_the_core(server: Server) -> None:
         "logit_bias": {"5": 2.0},
         "allowed_token_ids": [5, 6],
     }
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_found_in_answers(server: Server, stream: bool) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    body = {"messages": [{"role": "user", "content": call}], "tools": [TOOL], "temperature": 0, "stream": stream}
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in events(server.start("/v1/chat/completions", body))]
+        calls = [found["function"] for delta in deltas for found in delta.get("tool_calls") or []]
+    else:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        calls = [found["function"] for found in answer["choices"][0]["message"]["tool_calls"]]
+    assert "".join(part.get("name") or "" for part in calls) == "weather"
+    assert json.loads("".join(part.get("arguments") or "" for part in calls)) == {"city": "Paris"}
 
 
 def test_rank_is_pinned_by_header(server: Server) -> None:

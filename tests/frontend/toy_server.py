@@ -166,7 +166,8 @@ def main() -> None:
     sock.bind(("127.0.0.1", port))
     source = ModelSource("tiny", model, gguf=None, prepared=False)
     limits = ModelLimits(VOCAB_SIZE, MAX_POSITIONS, (EOS,))
-    config = Config(port=port, otlp_traces_endpoint=os.environ["TOY_TRACES"])
+    settings = json.loads(os.environ.get("TOY_SETTINGS", "{}"))
+    config = Config(port=port, otlp_traces_endpoint=os.environ["TOY_TRACES"], **settings)
     asyncio.run(serve(config, 0, source, limits, sock, bridge, core.post))
 
 

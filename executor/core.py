@@ -191,7 +191,7 @@ class ExecutorCore:
                 return self._hear(peer, message)
             case CommandRequest(command_id=command_id, body=Shutdown()):
                 reply = Send(peer, Reply(command_id=command_id, value=True))
-                return [reply, *self._group.end(), Stop("it was told to shut down")]
+                return [reply, *self._group.end("it was told to shut down")]
             case CommandRequest(command_id=command_id, body=body):
                 sentence = f"{type(body).__name__} is a command for ranks; the executor takes Shutdown only"
                 return [Send(peer, Error(code="not_for_executor", message=sentence, command_id=command_id))]

@@ -22,6 +22,10 @@ STEP_S = 120.0
 """How long a step may run. One that waits for a device which does not take part would never end."""
 
 
+END_S = 5.0
+"""How long the others may take to end in an orderly way."""
+
+
 class Broken(msgspec.Struct, frozen=True):
     """Effect: the process is to end by an error, since the executor's processes cannot go on together."""
 
@@ -45,11 +49,13 @@ class Group:
         self._begun: float | None = None
         self._oldest: int | None = None
         self._oldest_since = 0.0
+        self._ending = ""
+        self._ending_since: float | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether steps can run."""
-        return all(self._ready)
+        return all(self._ready) and not self._ending
 
     def welcome(self, peer: Peer) -> list[Effect]:
         """A follower has said Hello."""
@@ -59,8 +65,11 @@ class Group:
         return []
 
     def lose(self, peer: Peer, reason: str) -> list[Effect]:
-        """A follower is lost: what it held of the model's state is, too."""
-        return broken(f"{peer} is lost: {reason}")
+        """A follower is lost, and with it what it held of the model's state; or it has ended as it was told."""
+        if not self._ending:
+            return broken(f"{peer} is lost: {reason}")
+        self._peers[peer.index - 1] = None
+        return [] if any(self._peers) else [Stop(self._ending)]
 
     def receive(self, peer: Peer, message: Message) -> list[Effect]:
         """What a follower has to say."""
@@ -81,14 +90,18 @@ class Group:
             return []
         return self._send(self._teller.tell(number, step))
 
-    def end(self) -> list[Effect]:
-        """Tell all to end in an orderly way."""
-        return self._send(EndOfSteps())
+    def end(self, reason: str) -> list[Effect]:
+        """End all in an orderly way, this process last: JAX aborts whoever is left when the first is gone."""
+        self._ending = reason
+        return self._send(EndOfSteps()) or [Stop(reason)]
 
     def check(self, now: float, oldest: int | None) -> list[Effect]:
         """Give up on what takes too long; `oldest` is the number of the step that is to be done next."""
         if not self._peers:
             return []
+        if self._ending:
+            self._ending_since = now if self._ending_since is None else self._ending_since
+            return [Stop(self._ending)] if now - self._ending_since > END_S else []
         if self._begun is None:
             self._begun = now
         if not self.is_complete and now - self._begun > READY_S:

@@ -1,5 +1,7 @@
 """Several processes of the executor as one machine to JAX: all devices are known to all, and programs span them."""
 
+import time
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -11,6 +13,8 @@ log = get_logger()
 
 JOIN_S = 300
 """How long the processes wait for each other at the start."""
+
+LET_GO_S = 1.0
 
 
 def join(config: Config, index: int) -> None:
@@ -39,6 +43,12 @@ def join(config: Config, index: int) -> None:
         initialization_timeout=JOIN_S,
         heartbeat_timeout_seconds=max(1, round(config.heartbeat_timeout_s)),
     )
+
+
+def let_go() -> None:
+    """Before the process ends: let the others, who were told, end first. JAX aborts them when the first one is gone."""
+    if are_several() and not is_follower():
+        time.sleep(LET_GO_S)
 
 
 def are_several() -> bool:

@@ -96,6 +96,13 @@ class Executor:
         log.info("ready")
         reason = self._shell.run()
         log.info("the executor ends", reason=reason)
+        try:
+            self._finish(reason)
+        finally:
+            hosts.let_go()
+
+    def _finish(self, reason: str) -> None:
+        """Let the device finish; raise what the process ends by if that is an error."""
         if self._broken:
             raise GroupError(self._broken)
         if not self._pipeline.stop(FINISH_S):

@@ -17,7 +17,7 @@ from bus.messages import (
 )
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
 from executor.follower import FollowerCore
-from executor.group import READY_S, STEP_S, Broken
+from executor.group import END_S, READY_S, STEP_S, Broken
 from tests.executor.test_core import FRONTEND, LIMITS, ROWS, Bench, rank
 
 CONFIG = Config(ranks=3, max_num_seqs=ROWS, executors=3)
@@ -129,11 +129,16 @@ def test_an_executor_without_followers_waits_for_nobody() -> None:
     assert list(core.handle(tick(READY_S + 1))) == list(core.handle(tick(9 * READY_S))) == []
 
 
-def test_followers_are_told_when_the_engine_is_shut_down() -> None:
+@pytest.mark.parametrize("all_end", [True, False])
+def test_followers_end_before_executor_0_when_the_engine_is_shut_down(all_end: bool) -> None:
     bench = Led()
     bench.feed(*ready(1), *ready(2), PeerUp(FRONTEND))
     bench.feed(Received(FRONTEND, CommandRequest(command_id=1, body=Shutdown())))
     assert [index for index, _ in bench.told(EndOfSteps)] == [1, 2]
+    bench.feed(PeerDown(follower(2), "the executor was told to shut down"), tick(1))
+    assert bench.stopped == ""  # JAX would abort whoever is left
+    last = PeerDown(follower(1), "the executor was told to shut down") if all_end else tick(2 + END_S)
+    bench.feed(last)
     assert (bench.stopped, bench.broken) == ("it was told to shut down", "")
     assert FollowerCore("", ROWS).handle(Received(LEADER, EndOfSteps())) == [Stop("the executor was told to shut down")]
 

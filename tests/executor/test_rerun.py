@@ -16,8 +16,9 @@ from bus.messages import NewRow, PartialSchedule, Sampling
 from bus.replay import Replay, Subject
 from bus.wire import pack_ints
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
+from executor.drafts import judge
 from executor.replay import TIE, Construction, Plain, Rerun, with_model
-from executor.step import Float32, MergedStep, RowSetup, SampledStep
+from executor.step import Drafts, Float32, MergedStep, RowSetup, SampledStep
 from tests.executor.driving import GREEDY, Driver
 from tests.executor.test_core import CONFIG, LIMITS, ROWS, rank
 from tests.journals import INCARNATION, Recording, model
@@ -53,6 +54,48 @@ class Sums:
     def scores(self, step: MergedStep, index: int, place: int) -> Float32:
         scores = np.zeros(100, np.float32)
         scores[self._last[int(step.rows[index])]] = self._gap
+        return scores
+
+
+class Trying:
+    """A runner whose model draws the sum of the token before and its position; so does the rank that makes drafts."""
+
+    def __init__(self, wrong_in: int = 0, gap: float = 1.0) -> None:
+        """In step `wrong_in` it draws another token after the first draft, whose score is the best by `gap`."""
+        self._wrong_in = wrong_in
+        self._gap = gap
+        self._steps = 0
+        self._tokens: dict[int, dict[int, int]] = {0: {}, ROWS: {}}
+        self._drawn: list[list[int]] = []
+        self.corrected: list[tuple[int, int, list[int]]] = []
+
+    def dispatch(self, step: MergedStep) -> MergedStep:
+        for setup in step.setups:
+            self._tokens[setup.row].update(enumerate(setup.tokens.tolist(), setup.start))
+            if setup.start > 0:
+                self.corrected.append((setup.row, setup.start, setup.tokens.tolist()))
+        return step
+
+    def collect(self, step: MergedStep) -> SampledStep:
+        self._steps += 1
+        drafts = step.drafts or Drafts(np.zeros_like(step.rows), np.zeros(0, np.int32))
+        left = drafts.tokens.tolist()
+        self._drawn = []
+        for row, begin, ran, tried in zip(step.rows, step.positions, step.num_tokens, drafts.counts, strict=True):
+            known = int(begin + ran - tried)
+            before = [self._tokens[int(row)][known - 1], *(left.pop(0) for _ in range(tried))]
+            drawn = [(token + known + place) % 90 for place, token in enumerate(before)]
+            if self._steps == self._wrong_in:
+                drawn[1] = (drawn[1] + 1) % 90
+            self._tokens[int(row)].update(enumerate(drawn, known))
+            self._drawn.append(drawn)
+        flat = np.array([token for drawn in self._drawn for token in drawn], np.int32)
+        judged = judge(step.rows.size, drafts, np.repeat(np.arange(step.rows.size), drafts.counts + 1), flat)
+        return SampledStep(judged.tokens, counts=judged.counts)
+
+    def scores(self, step: MergedStep, index: int, place: int) -> Float32:
+        scores = np.zeros(100, np.float32)
+        scores[self._drawn[index][place]] = self._gap
         return scores
 
 
@@ -97,7 +140,7 @@ def record(folder: Path, failure: bool = False, **settings: Any) -> Journal:
     return recording.end()
 
 
-def rerun(journal: Journal, runner: Sums, core: Rerun | None = None) -> Any:
+def rerun(journal: Journal, runner: Sums | Trying, core: Rerun | None = None) -> Any:
     """The record where a replay first differs, and how; None if it does not."""
     again = core or Rerun(ExecutorCore(CONFIG, "tiny", LIMITS), runner)
     replay = Replay(journal.header(), Subject(again, (StepDone, DeviceFailed), Plain()))
@@ -127,6 +170,61 @@ def test_another_token_is_found_where_it_is_first_drawn(tmp_path: Path) -> None:
     assert difference.place == 0
     assert difference.recorded.fields["number"] == difference.replayed.fields["number"] == 7
     assert difference.recorded.fields["tokens"] != difference.replayed.fields["tokens"]
+
+
+TRYING = dataclasses.replace(LIMITS, most_drafts=3)
+
+
+def record_with_drafts(folder: Path) -> Journal:
+    """Two ranks decode, each one row, and try three drafts in each step, of which the last is wrong."""
+    core = ExecutorCore(CONFIG, "tiny", TRYING)
+    me = Identity("executor", 0, INCARNATION)
+    recording = Recording(
+        folder, me, core, msgspec.structs.replace(CONSTRUCTION, limits=TRYING), CONFIG, Plain(), model(100)
+    )
+    runner, peers = Trying(), [rank(0), rank(1)]
+    for peer in peers:
+        recording.handle(PeerUp(peer))
+    known, last = 3, 9
+    for step in range(1, STEPS + 1):
+        first = (last + known) % 90
+        second = (first + known + 1) % 90
+        plain = schedule(step)
+        tried = msgspec.structs.replace(
+            plain,
+            num_tokens=pack_ints([6 if step == 1 else 4]),
+            num_drafts=pack_ints([3]),
+            drafts=pack_ints([first, second, (second + known + 3) % 90]),
+        )
+        for peer in peers:
+            recording.handle(Received(peer, tried))
+        (run,) = [item for item in recording.handle(Drained(float(step))) if isinstance(item, RunStep)]
+        sampled = runner.collect(runner.dispatch(run.step))
+        assert sampled.counts.tolist() == [3, 3]
+        last, known = int(sampled.tokens[2]), known + 3
+        recording.handle(Posted(StepDone(run.number, sampled, 0.01)))
+    return recording.end()
+
+
+@pytest.mark.parametrize("wrong_in", [0, 7])
+def test_steps_with_drafts_run_again(tmp_path: Path, wrong_in: int) -> None:
+    """A token that falls the other way ends what is drawn; the recorded tokens from there on are put in their place."""
+    runner = Trying(wrong_in, gap=TIE / 2)
+    core = Rerun(ExecutorCore(CONFIG, "tiny", TRYING), runner)
+    assert rerun(record_with_drafts(tmp_path), runner, core) is None
+    assert core.summary() == (
+        f"{6 * STEPS} tokens drawn again, {2 if wrong_in else 0} of them ties that fell the other way"
+    )
+    known = 3 + 3 * (wrong_in - 1)
+    assert [(row, start, len(tokens)) for row, start, tokens in runner.corrected] == (
+        [(0, known + 1, 2), (ROWS, known + 1, 2)] if wrong_in else []
+    )
+
+
+def test_another_token_among_drafts_is_found(tmp_path: Path) -> None:
+    core = Rerun(ExecutorCore(CONFIG, "tiny", TRYING), Trying(wrong_in=7))
+    _, difference = rerun(record_with_drafts(tmp_path), Trying(), core)
+    assert difference.recorded.fields["number"] == 7
 
 
 def test_another_step_is_found_by_its_checksum(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ def settings(draw: random.Random) -> Config:
         async_depth=draw.choice([1, 2, 2]),
         batching_window_ms=draw.choice([0.0, 2.0]),
         enable_prefix_caching=draw.random() < 0.8,
+        speculation=draw.choice(["off", "ngram"]),
+        num_speculative_tokens=3,
+        prompt_lookup_min=1,
     )
 
 

@@ -18,8 +18,9 @@ from bus.counters import Counters
 from bus.messages import KvPool, Message, RequestEnded, Role, Sampling
 from bus.wire import pack_ints, unpack_ints
 from executor.core import ExecutorCore, RunStep, StepDone
+from executor.drafts import judge
 from executor.merge import Limits
-from executor.step import MergedStep, SampledStep
+from executor.step import Drafts, MergedStep, SampledStep
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.seam import AbortCall, AddCall, Deliver, StatusUpdate
@@ -53,7 +54,8 @@ def limits_of(config: Config) -> Limits:
     assert config.num_blocks is not None
     assert config.max_model_len is not None
     blocks = [config.num_blocks // config.ranks] * config.ranks
-    return Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, VOCAB, blocks)
+    limits = config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
+    return Limits(*limits, VOCAB, blocks, most_drafts=config.most_drafts)
 
 
 def load_native(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
@@ -74,16 +76,23 @@ class SimulatedDevice:
             if setup.start == 0:
                 self._histories[setup.row] = {}
             self._histories[setup.row].update(enumerate(setup.tokens.tolist(), setup.start))
+        drafts = step.drafts or Drafts(np.zeros_like(step.rows), np.empty(0, np.int32))
+        known = step.positions + step.num_tokens - drafts.counts
+        where = zip(np.repeat(step.rows, drafts.counts), np.repeat(known, drafts.counts) + drafts.places, strict=True)
+        for (row, position), token in zip(where, drafts.tokens.tolist(), strict=True):
+            self._histories[int(row)][int(position)] = token
         prefixes = [self._write(step, index) for index in range(step.rows.size)]
         for index, hashes in enumerate(prefixes):
             self._check(step, index, hashes)
-        tokens = []
+        indices, tokens = [], []
         for index, hashes in enumerate(prefixes):
-            token = hashes[-1] % VOCAB if step.samples[index] else -1
-            if token >= 0:
-                self._histories[int(step.rows[index])][len(hashes)] = token
-            tokens.append(token)
-        return SampledStep(np.array(tokens, np.int32))
+            for position in range(int(known[index]), len(hashes) + 1) if step.samples[index] else ():
+                token = hashes[position - 1] % VOCAB
+                self._histories[int(step.rows[index])][position] = token
+                indices.append(index)
+                tokens.append(token)
+        judged = judge(step.rows.size, drafts, np.array(indices, np.int32), np.array(tokens, np.int32))
+        return SampledStep(judged.tokens, counts=None if step.drafts is None else judged.counts)
 
     def _write(self, step: MergedStep, index: int) -> list[int]:
         """Store the KV of the tokens that run; returns the prefix hashes of all positions up to the last."""

@@ -296,6 +296,8 @@ class NativeScheduler:
         batch = self._batch
         new, resumed, continued = [], [], []
         for request, cached in plan.entered:
+            if self._lookup is not None:
+                self._lookup.begin(request.row)
             session = request.session
             if session is not None and session.row == request.row:
                 continued.append(_continue_row(request, session))
@@ -458,13 +460,15 @@ class NativeScheduler:
         if num_tokens:
             self._batch.computed[row] -= len(drafts) + 1 - num_tokens
             self._statistics.drafted(len(drafts), num_tokens - 1)
+            if self._lookup is not None:
+                self._lookup.judged(row, num_tokens - 1)
 
     def _look_up(self, lookup: PromptLookup, rows: Rows) -> None:
         """Find drafts for those of the `rows`, which have new tokens, that go on."""
         batch, drafts = self._batch, self._planner.drafts
-        room = np.minimum(batch.limit[rows] - batch.known[rows] - 1, self._config.num_speculative_tokens)
-        for row, count, goes_on in zip(rows.tolist(), room.tolist(), batch.held[rows].tolist(), strict=True):
-            found = lookup.drafts(batch.tokens_of(row), count) if goes_on and count > 0 else []
+        left = batch.limit[rows] - batch.known[rows] - 1
+        for row, room, goes_on in zip(rows.tolist(), left.tolist(), batch.held[rows].tolist(), strict=True):
+            found = lookup.drafts(row, batch.tokens_of(row), room) if goes_on else []
             if found:
                 drafts[row] = found
             else:

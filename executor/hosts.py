@@ -27,7 +27,8 @@ def join(config: Config, index: int) -> None:
         ConfigError: there is no process of this index.
     """
     if index >= config.executors:
-        raise ConfigError(f"--index {index} is not allowed; with executors {config.executors} the last is one less")
+        last = config.executors - 1
+        raise ConfigError(f"--index {index} is not allowed; with executors {config.executors} the last is {last}")
     if config.executors == 1:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from us

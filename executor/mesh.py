@@ -37,8 +37,8 @@ def make(config: Config, devices: Sequence[jax.Device]) -> Mesh:
     mesh = of(devices[: data * model], data, model)
     if (processes := len({device.process_index for device in mesh.devices.flat})) < config.executors:
         raise ConfigError(
-            f"executors: {config.executors} is not allowed; the mesh has {data} × {model} devices, which "
-            f"{processes} of them hold; raise tensor_parallel or data_shards, or the number of ranks"
+            f"executors: {config.executors} is not allowed; the mesh has {data} × {model} devices, all of them with "
+            f"{processes} of the processes; raise tensor_parallel or data_shards, or the number of ranks"
         )
     return mesh
 

@@ -91,20 +91,25 @@ def subject(header: Header) -> Subject:
 
 
 def with_model(header: Header) -> Subject:
-    """The recorded core, as it began, with the model: all steps are run again.
+    """The recorded core, as it began, with the model: all steps are run again, by this process alone.
 
     Raises:
-        JournalError: the journal is redacted, or the model is another than was recorded.
+        JournalError: the journal is redacted, or the model is another than was recorded, or the devices are too few.
     """
     recorded = subject(header)
     limits = construction_of(header, Construction).limits
-    config = msgspec.structs.replace(config_of(header), num_blocks=sum(limits.blocks_of_rank))
+    config = msgspec.structs.replace(config_of(header), num_blocks=sum(limits.blocks_of_rank), executors=1)
     folder = model_files.resolve(config).folder
     if model_files.read(folder).fingerprint != header.model:
         raise JournalError(f"the model in {folder} is not the one that was recorded; --no-model replays without it")
     from executor.runner import Runner  # imports JAX
 
     runner = Runner(config, folder, lambda stage, done, total: None, keep_scores=True)
+    if limits.first_blocks is not None and list(limits.first_blocks) != runner.first_blocks:
+        raise JournalError(
+            "the ranks' blocks were laid out for other devices than are here; --no-model replays without them "
+            "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes a CPU N devices)"
+        )
     rerun = Rerun(recorded.core, runner)
     return recorded._replace(core=rerun, summary=rerun.summary)
 

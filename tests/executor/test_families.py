@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bus.config import Config, ConfigError
 from bus.model_files import ModelError
-from executor import mesh
+from executor import hosts, mesh
 from executor.models import parts
 from tests.executor import on_mesh
 from tests.executor.driving import Driver
@@ -116,6 +117,15 @@ def test_ranks_are_spread_over_as_many_shards_as_there_are_devices_for() -> None
 def test_a_mesh_that_cannot_be_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         mesh.shape(Config(**settings), 8)
+
+
+def test_executors_without_a_device_or_a_place_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="executors: 2 is not allowed; the mesh has 1 × 1 devices, all of them with 1 of"
+    ):
+        mesh.make(Config(executors=2), jax.devices())
+    with pytest.raises(ConfigError, match="--index 2 is not allowed; with executors 2 the last is 1"):
+        hosts.join(Config(executors=2), 2)
 
 
 # Parts

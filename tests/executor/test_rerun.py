@@ -3,14 +3,17 @@
 import dataclasses
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from bus import model_files
 from bus.core import Drained, Peer, PeerUp, Posted, Received
 from bus.journal.reader import Journal, JournalError, Record
+from bus.journal.records import ENCODER
 from bus.links import Identity
 from bus.messages import NewRow, PartialSchedule, Sampling
 from bus.replay import Replay, Subject
@@ -250,6 +253,22 @@ def test_another_step_is_found_by_its_checksum(tmp_path: Path) -> None:
 def test_needs_the_same_model(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(JournalError, match="not the one that was recorded"):
         with_model(record(tmp_path, model=str(tiny_model)).header())
+
+
+def test_needs_devices_as_those_that_the_blocks_were_laid_out_for(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = record(tmp_path, model=str(tiny_model)).header()
+    limits = dataclasses.replace(LIMITS, first_blocks=[1, 1, 1])  # each rank has a shard of its own
+    header = msgspec.structs.replace(
+        header,
+        model=model_files.read(tiny_model).fingerprint,
+        construction=msgspec.Raw(ENCODER.encode(Construction("tiny", limits))),
+    )
+    on_one_device = SimpleNamespace(first_blocks=[1, 71, 141])
+    monkeypatch.setattr("executor.runner.Runner", lambda *_, **__: on_one_device)
+    with pytest.raises(JournalError, match="laid out for other devices than are here; --no-model"):
+        with_model(header)
 
 
 def test_scores_say_why_a_token_was_drawn(tiny_model: Path, engine_cache: Path) -> None:

@@ -5,8 +5,10 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
 from bus.config import EX_CONFIG
 from bus.messages import Goodbye, Sampling
@@ -30,7 +32,7 @@ def _free_port() -> int:
         return port
 
 
-def engine_of(model: Path, cache: Path, executors: int, **settings: int) -> Engine:
+def engine_of(model: Path, cache: Path, executors: int, **settings: Any) -> Engine:
     return Engine(model, cache, executors=executors, coordinator=f"127.0.0.1:{_free_port()}", **SMALL, **settings)
 
 
@@ -72,10 +74,13 @@ def test_two_processes_draw_what_one_draws(pair: Engine, alone: list[list[int]])
     assert play(pair) == alone
 
 
-def test_two_processes_that_share_each_weight_draw_what_one_draws(
-    tiny_model: Path, engine_cache: Path, alone: list[list[int]]
+def test_two_processes_that_share_each_weight_and_meet_over_tcp_draw_what_one_draws(
+    tiny_model: Path, engine_cache: Path, tmp_path: Path, alone: list[list[int]]
 ) -> None:
-    with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2) as engine:
+    key = tmp_path / "key"
+    key.write_bytes(zmq.curve_keypair()[1])
+    over_tcp = {"follower_address": f"tcp://127.0.0.1:{_free_port()}", "curve_key_file": str(key)}
+    with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2, **over_tcp) as engine:
         engine.start(*BOTH)
         engine["executor-0"].wait_for_log("all executors are ready", START_S)
         assert play(engine) == alone

@@ -41,7 +41,7 @@ def check(manifest: dict[str, Any]) -> None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "LeaderWorkerSet"])
+@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "NetworkPolicy", "LeaderWorkerSet"])
 def test_the_manifests_are_valid(kind: str) -> None:
     check(MANIFESTS[kind])
 
@@ -115,6 +115,15 @@ def test_what_the_configuration_names_is_mounted(config: Config) -> None:
         for path in (*read, config.cache_dir, config.run_dir):
             (mount,) = [mounts[folder] for folder in mounts if Path(path).is_relative_to(folder)]
             assert mount.get("readOnly", False) == (path in read), path
+
+
+def test_only_the_pods_themselves_reach_more_than_the_http_port() -> None:
+    policy = MANIFESTS["NetworkPolicy"]["spec"]
+    among_us, from_anywhere = policy["ingress"]
+    assert policy["podSelector"] == among_us["from"][0]["podSelector"]
+    assert from_anywhere == {"ports": [{"port": "http"}]}
+    for template in _templates(MANIFESTS["LeaderWorkerSet"]):
+        assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
 def test_the_image_is_made_of_what_is_there() -> None:

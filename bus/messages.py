@@ -128,6 +128,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spec: str = ""
 
 
+GRAMMAR_FAULT = "the grammar cannot be used: "
+"""Begins the sentence that refuses a grammar; what follows may quote it."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled and when it stops, as ranks and executor need it: complete, seeded, in token ids.
 
@@ -797,6 +801,9 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     were right; the result has those up to the first that is not the draft in its place. That is how far the row has
     come then, and until then no schedule may name it, but to set it up anew.
 
+    `mask_rows` [k] draw only tokens that `masks` allow, ceil(vocabulary / 32) int32 for each: bit t % 32 of word
+    t // 32 says whether it may be token t. A row comes once for each token that it draws, in their order.
+
     At least one row runs, and `step` grows from schedule to schedule. Answered by the `StepResult` with the same
     `step`, or by an `Error` with code ``schedule_refused`` and that `step`: then nothing of it was run and all rows of
     the rank are void, so that what is to run on has to be set up again (`ResumeRow`). Steps sent before it are not
@@ -815,11 +822,14 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     resumed: list[ResumeRow] = []
     continued: list[ContinueRow] = []
     more: bool = False
+    mask_rows: Ints = EMPTY
+    masks: Ints = EMPTY
 
     def __post_init__(self) -> None:
         _check_words(rows=self.rows, block_rows=self.block_rows, drafts=self.drafts)
-        if self.again and (self.rows.nbytes or self.new or self.resumed or self.continued):
-            raise ValueError("`again` is for schedules without `rows`, `new`, `resumed` and `continued`")
+        _check_words(mask_rows=self.mask_rows, masks=self.masks)
+        if self.again and (self.rows.nbytes or self.new or self.resumed or self.continued or self.mask_rows.nbytes):
+            raise ValueError("`again` is for schedules without `rows`, `new`, `resumed`, `continued` and `mask_rows`")
         for name, array in (("num_tokens", self.num_tokens), ("num_drafts", self.num_drafts)):
             if array.nbytes:
                 _check_lengths(self.rows.nbytes // 4, **{name: array})

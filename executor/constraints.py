@@ -10,12 +10,12 @@ import numpy.typing as npt
 from bus.messages import Sampling
 from bus.sampling import BAD_WORD_MAX
 from executor.sampling import Adjustments
-from executor.step import Float32, Int32
+from executor.step import Float32, Int32, Words
 
 ENTRIES = BAD_WORD_MAX
 """Biases, and entries of bans, that one call of `sampling.adjust` takes for a shard: enough for the longest ban."""
 
-Words = npt.NDArray[np.uint32]
+_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,41 @@ class Constraints:
         return made if asks else None
 
 
+UNCONSTRAINED = Constraints(
+    prompt_len=0,
+    min_tokens=0,
+    allowed=None,
+    bias_tokens=_NONE,
+    biases=np.zeros(0, np.float32),
+    stops=_NONE,
+    bans=(),
+    penalizes=False,
+)
+
+
 class Line(NamedTuple):
-    """A line of the logits whose row has constraints, and how many tokens that row has."""
+    """A line of the logits whose row has constraints, and how many tokens that row has.
+
+    `mask` says which tokens the row may draw in this step, whatever its constraints.
+    """
 
     line: int
     end: int
     constraints: Constraints
+    mask: Words | None = None
+
+    @property
+    def early_stops(self) -> Int32:
+        """Tokens that would end the output before its minimum; none if nothing else is allowed: a grammar's end."""
+        of_row = self.constraints
+        if self.end - of_row.prompt_len >= of_row.min_tokens or of_row.stops.size == 0:
+            return _NONE
+        if self.mask is not None:
+            others = self.mask.copy()
+            np.bitwise_and.at(others, of_row.stops >> 5, ~(np.uint32(1) << (of_row.stops & 31).astype(np.uint32)))
+            if not others.any():
+                return _NONE
+        return of_row.stops
 
 
 def compose(shards: Sequence[Sequence[Line]], lines: int, vocabulary: int) -> Iterator[Adjustments]:
@@ -95,9 +124,6 @@ def compose(shards: Sequence[Sequence[Line]], lines: int, vocabulary: int) -> It
         )
 
 
-_NONE = np.zeros(0, np.int32)
-
-
 def _words(allowed: Sequence[int], vocabulary: int) -> Words:
     bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
     bits[np.array(allowed, np.int64)] = 1
@@ -108,10 +134,11 @@ def _allowed(shards: Sequence[Sequence[Line]], lines: int, vocabulary: int) -> t
     masks = np.full((len(shards), lines, -(-vocabulary // 32)), 2**32 - 1, np.uint32)
     used = False
     for shard, of_shard in enumerate(shards):
-        for line, _, constraints in of_shard:
-            if constraints.allowed is not None:
-                masks[shard, line] = constraints.allowed
-                used = True
+        for line in of_shard:
+            for mask in (line.constraints.allowed, line.mask):
+                if mask is not None:
+                    masks[shard, line.line] &= mask
+                    used = True
     return masks, used
 
 
@@ -120,12 +147,11 @@ def _biases(shard: Sequence[Line]) -> tuple[Int32, Int32, Float32]:
     lines: list[Int32] = [_NONE]
     tokens: list[Int32] = [_NONE]
     values: list[Float32] = [np.zeros(0, np.float32)]
-    for line, end, constraints in shard:
-        early = end - constraints.prompt_len < constraints.min_tokens
-        stops = constraints.stops if early else _NONE
-        tokens += [constraints.bias_tokens, stops]
-        values += [constraints.biases, np.full(stops.size, -np.inf, np.float32)]
-        lines.append(np.full(constraints.biases.size + stops.size, line, np.int32))
+    for line in shard:
+        stops, of_row = line.early_stops, line.constraints
+        tokens += [of_row.bias_tokens, stops]
+        values += [of_row.biases, np.full(stops.size, -np.inf, np.float32)]
+        lines.append(np.full(of_row.biases.size + stops.size, line.line, np.int32))
     return np.concatenate(lines), np.concatenate(tokens), np.concatenate(values)
 
 
@@ -150,14 +176,14 @@ def _pack_bans(shard: Sequence[Line]) -> list[tuple[Int32, Int32, Int32, Int32]]
             words.clear()
             owners.clear()
 
-    for line, _, constraints in shard:
-        for word in constraints.bans:
+    for line in shard:
+        for word in line.constraints.bans:
             if size + word.size > ENTRIES:
                 close()
                 size = 0
             size += word.size
             words.append(word)
-            owners.append(line)
+            owners.append(line.line)
     close()
     return packs
 

@@ -12,7 +12,7 @@ from bus.messages import ContinueRow, Ints, NewRow, PartialSchedule, ResumeRow
 from bus.sampling import fault_of
 from bus.wire import all_below, unpack_ints
 from executor.rows import Rows
-from executor.step import Drafts, Int32, MergedStep, RowSetup
+from executor.step import NO_MASKS, Drafts, Int32, Masks, MergedStep, RowSetup
 
 _ONE = np.int32(1)
 _NONE: Int32 = np.empty(0, np.int32)
@@ -47,7 +47,7 @@ class Part:
     """A schedule that was applied to the rows: one rank's share of a merged step.
 
     `rows` [n] are global; `ends` [n] is the position after each sequence's last token of the step. `again` says that
-    they are the rows of the rank's part before, one token each.
+    they are the rows of the rank's part before, one token each. `masks` are by place in these rows.
     """
 
     rank: int
@@ -59,6 +59,7 @@ class Part:
     samples: npt.NDArray[np.bool_]
     again: bool = False
     drafts: Drafts | None = None
+    masks: Masks = NO_MASKS
 
 
 class _Begun(NamedTuple):
@@ -89,6 +90,18 @@ class _Steady:
     longest: int
     room: Int32
     places: Int32
+
+
+def _put_together(parts: list[Part]) -> Masks:
+    """The masks of parts, by place in the step that is made of them."""
+    if not any(part.masks.at.size for part in parts):
+        return NO_MASKS
+    first = [0, *accumulate(part.rows.size for part in parts[:-1])]
+    masked = [(begin, part.masks) for begin, part in zip(first, parts, strict=True) if part.masks.at.size]
+    return Masks(
+        np.concatenate([masks.at + np.int32(begin) for begin, masks in masked]),
+        np.concatenate([masks.words for _, masks in masked]),
+    )
 
 
 class Merger:
@@ -156,6 +169,7 @@ class Merger:
             samples=np.concatenate([part.samples for part in parts]),
             block_tables=self._rows.tables(rows, int(ends.max())),
             drafts=_drafts_of(parts),
+            masks=_put_together(parts),
         )
         if all(part.again for part in parts):
             self._begin_steady(parts, step, ends)
@@ -341,12 +355,14 @@ class Merger:
             raise Refused(f"row {local[place]} has no block for position {ends[place] - 1}")
         samples = ends == lengths
         if drafts is None:
+            masks = self._masks(schedule, local, samples.astype(np.int32))
             self._rows.advance(rows, ends, known + samples)
-            return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again)
+            return Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, schedule.again, masks=masks)
         if (short := (drafts.counts > 0) & ~samples).any():
             raise Refused(f"row {local[short.argmax()]} has drafts but does not run up to the last of them")
+        masks = self._masks(schedule, local, (1 + drafts.counts) * samples)
         self._rows.advance(rows, ends - drafts.counts, known + samples)  # as if no draft were right
-        part = Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, drafts=drafts)
+        part = Part(rank, schedule.step, setups, rows, ends, num_tokens, samples, drafts=drafts, masks=masks)
         self._drafting |= dict.fromkeys(rows[drafts.counts > 0].tolist(), part)
         return part
 
@@ -363,6 +379,28 @@ class Merger:
         if not all_below(tokens, self._limits.vocab_size):
             self._tokens(schedule.drafts, int(local[counts.argmax()]))
         return Drafts(counts, tokens) if tokens.size else None
+
+    def _masks(self, schedule: PartialSchedule, local: Int32, drawn: Int32) -> Masks:
+        """A schedule's masks, by place in the rows `local` [n] that it runs, which draw `drawn` [n] tokens each."""
+        if not (schedule.mask_rows.nbytes or schedule.masks.nbytes):
+            return NO_MASKS
+        rows = unpack_ints(schedule.mask_rows)
+        width = -(-self._limits.vocab_size // 32)
+        if schedule.masks.nbytes != 4 * rows.size * width:
+            raise Refused(f"{rows.size} masks have {schedule.masks.nbytes} bytes; {4 * width} each are needed")
+        self._check_rows(rows)
+        places = np.full(self._limits.max_num_seqs, -1, np.int32)
+        places[local] = np.arange(local.size)
+        at = places[rows]
+        given = np.bincount(at[at >= 0], minlength=local.size)
+        wrong = (at < 0) | (given[at] != drawn[at])
+        if wrong.any():
+            place = int(wrong.argmax())
+            count = int(drawn[at[place]]) if at[place] >= 0 else 0
+            raise Refused(
+                f"row {rows[place]} has {np.count_nonzero(rows == rows[place])} masks but draws {count} tokens"
+            )
+        return Masks(at, np.frombuffer(schedule.masks, "<u4").reshape(-1, width))
 
     def _rows_again(self, rank: int) -> Int32:
         last = self._last.get(rank)

@@ -73,6 +73,8 @@ class Plain:
         if step.drafts is not None:
             said["num_drafts"] = crc32(step.drafts.counts.data)
             said["drafts"] = crc32(step.drafts.tokens.data)
+        if step.masks.at.size:
+            said["masks"] = crc32(step.masks.at.data), crc32(step.masks.words.data)
         if step.setups:
             said["setups"] = crc32(ENCODER.encode(step.setups))
         return said

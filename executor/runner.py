@@ -13,7 +13,7 @@ from bus import model_files
 from bus.config import Config
 from executor import device, hosts, sampling, weights
 from executor import mesh as meshes
-from executor.constraints import Constraints, Line, compose
+from executor.constraints import UNCONSTRAINED, Constraints, Line, compose
 from executor.drafts import judge
 from executor.kernels import library, products
 from executor.placement import SETUP_TOKENS, Places
@@ -21,7 +21,7 @@ from executor.programs import bucket
 from executor.progress import Progress
 from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams
 from executor.shards import Array
-from executor.step import Drafts, Float32, Int32, MergedStep, SampledStep
+from executor.step import Drafts, Float32, Int32, MergedStep, SampledStep, Words
 from executor.step_programs import StepPrograms
 
 
@@ -224,7 +224,7 @@ class Runner:
         size = bucket(self._steps.draw_sizes, drawn.most)
         picks = self._placement.pack_picks(step, places, indices, drawn, size)
         logits = raw = self._programs.run("head", size, self._outer, ending, picks)
-        for adjustments in self._adjustments(picks, rows, drawn, size):
+        for adjustments in self._adjustments(step, picks, indices, drawn, size):
             logits = self._programs.run("adjust", size, logits, self._history, self._params, picks, adjustments)
         if self._greedy[rows].all():
             tokens, self._history = self._programs.run("greedy", size, logits, self._history, picks)
@@ -244,14 +244,24 @@ class Runner:
             kept = None if kept is None else self._programs.run("gather logits", size, kept)
         return _Drawn(tokens, indices, drawn, wanted, logprobs, kept, picks, adjusted)
 
-    def _adjustments(self, picks: Int32, rows: Int32, drawn: Places, size: int) -> Iterable[Adjustments]:
-        """What the rows that are drawn for ask for, one for each call of the program."""
-        if self._constraints.keys().isdisjoint(rows.tolist()):
+    def _adjustments(
+        self, step: MergedStep, picks: Int32, indices: Int32, drawn: Places, size: int
+    ) -> Iterable[Adjustments]:
+        """What the entries of a step that draw ask for, one for each call of the program."""
+        rows = step.rows[indices].tolist()
+        masks: dict[int, list[Words]] = {}
+        for index, mask in zip(step.masks.at.tolist(), step.masks.words, strict=True):
+            masks.setdefault(index, []).append(mask)
+        if not masks and self._constraints.keys().isdisjoint(rows):
             return ()
         asking: list[list[Line]] = [[] for _ in range(self._placement.shards)]
-        for row, shard, line in zip(rows.tolist(), drawn.shards.tolist(), drawn.places.tolist(), strict=True):
-            if row in self._constraints:
-                asking[shard].append(Line(line, int(picks[shard, line, 2]), self._constraints[row]))
+        where = zip(drawn.shards.tolist(), drawn.places.tolist(), strict=True)
+        for row, index, (shard, line) in zip(rows, indices.tolist(), where, strict=True):
+            constraints = self._constraints.get(row)
+            mask = masks[index].pop(0) if index in masks else None
+            if constraints is not None or mask is not None:
+                end = int(picks[shard, line, 2])
+                asking[shard].append(Line(line, end, constraints or UNCONSTRAINED, mask))
         return compose(asking, size, self.vocab_size)
 
 

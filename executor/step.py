@@ -1,6 +1,7 @@
 """The data that goes in and out of one step of the model, on the host."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,8 @@ from bus.messages import Sampling
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+"""Bits of tokens: bit t % 32 of word t // 32 stands for token t."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,20 @@ class RowSetup:
     tokens: Int32
     prompt_len: int
     sampling: Sampling
+
+
+class Masks(NamedTuple):
+    """Which tokens may be drawn for sequences, by their places `at` [k]: `words` [k, ceil(vocabulary / 32)].
+
+    A sequence with drafts has one for each token that it draws, in their order.
+    """
+
+    at: Int32
+    words: Words
+
+
+NO_MASKS = Masks(np.empty(0, np.int32), np.empty((0, 0), np.uint32))
+"""All tokens, wherever one is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,7 @@ class MergedStep:
     samples: npt.NDArray[np.bool_]
     block_tables: Int32
     drafts: Drafts | None = None
+    masks: Masks = NO_MASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from bus.config import Config
 from bus.messages import Sampling
 from executor.runner import Handle, Runner
-from executor.step import Drafts, MergedStep, RowSetup, SampledStep
+from executor.step import Drafts, Masks, MergedStep, RowSetup, SampledStep
 
 GREEDY = Sampling(seed=0, max_tokens=1000, temperature=0.0)
 
@@ -86,9 +86,15 @@ class Driver:
         return len(row.tokens) + row.pending - row.computed
 
     def send(
-        self, num_tokens: Mapping[Where, int], drafts: Mapping[Where, Sequence[int]] = MappingProxyType({})
+        self,
+        num_tokens: Mapping[Where, int],
+        drafts: Mapping[Where, Sequence[int]] = MappingProxyType({}),
+        masks: Mapping[Where, Sequence[Sequence[int]]] = MappingProxyType({}),
     ) -> tuple[list[Where], Handle]:
-        """Dispatch a step; `take` its results in the same order. `drafts` come after the `num_tokens` of their row."""
+        """Dispatch a step; `take` its results in the same order. `drafts` come after the `num_tokens` of their row.
+
+        `masks` has what each token that a row draws may be.
+        """
         order = sorted(num_tokens)
         samples, tables, positions = [], [], []
         for where in order:
@@ -115,9 +121,18 @@ class Driver:
             samples=np.array(samples, np.bool_),
             block_tables=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
             drafts=Drafts(tried, tokens) if drafts else None,
+            masks=self._masks(order, masks),
         )
         self._setups = []
         return order, self.runner.dispatch(step)
+
+    def _masks(self, order: list[Where], allowed: Mapping[Where, Sequence[Sequence[int]]]) -> Masks:
+        lines = [(order.index(where), tokens) for where, several in allowed.items() for tokens in several]
+        bits = np.zeros((len(lines), -(-self.runner.vocab_size // 32) * 32), np.bool_)
+        for line, (_, tokens) in zip(bits, lines, strict=True):
+            line[list(tokens)] = True
+        at = np.array([place for place, _ in lines], np.int32)
+        return Masks(at, np.packbits(bits, axis=1, bitorder="little").view("<u4"))
 
     def take(self, sent: tuple[list[Where], Handle]) -> dict[Where, int]:
         """What a step without drafts drew: a token for every row that ran, -1 where it did not sample."""
@@ -142,8 +157,10 @@ class Driver:
                 self.all_logprobs.setdefault(where, []).append(found)
         return result
 
-    def step(self, num_tokens: Mapping[Where, int]) -> dict[Where, int]:
-        return self.take(self.send(num_tokens))
+    def step(
+        self, num_tokens: Mapping[Where, int], masks: Mapping[Where, Sequence[Sequence[int]]] = MappingProxyType({})
+    ) -> dict[Where, int]:
+        return self.take(self.send(num_tokens, masks=masks))
 
     def prefill(self, where: Where, chunk: int = 64) -> int:
         """Compute what is known of a row, in chunks; the token drawn at its end."""

@@ -109,6 +109,36 @@ def test_rows_with_and_without_drafts_run_beside_a_prompt(driver: Driver) -> Non
     }
 
 
+def test_each_token_that_a_row_draws_has_its_own_mask(driver: Driver) -> None:
+    rows = [WHERE["drawn"], WHERE["constraints"]]
+
+    def allowed(given: int, count: int) -> list[list[int]]:
+        return [list(range((given + i) % 5, 259, 5)) for i in range(count)]
+
+    begin(driver)
+    drawn = [
+        driver.step(dict.fromkeys(rows, 1 if n else len(PROMPT)), {where: allowed(n, 1) for where in rows})
+        for n in range(12)
+    ]
+    expected = {where: [step[where] for step in drawn] for where in rows}
+    assert all(token % 5 == n % 5 for tokens in expected.values() for n, token in enumerate(tokens))
+    begin(driver)
+    first, second = rows
+    given = {
+        where: [token]
+        for where, token in driver.step(dict.fromkeys(rows, 5), dict.fromkeys(rows, [range(0, 259, 5)])).items()
+    }
+    while (n := len(given[first])) < 12:
+        right = expected[first][n : n + 2]
+        drafts = [*right, n % 5 + 5]  # the last may be wrong
+        m = len(given[second])
+        masks = {second: allowed(m, 1), first: allowed(n, 1 + len(drafts))}
+        taken = driver.take_tried(driver.send(dict.fromkeys(rows, 1), {first: drafts}, masks))
+        given = {where: given[where] + taken[where] for where in rows}
+    assert all(given[where][:12] == expected[where][: len(given[where])] for where in rows)
+    assert len(given[second]) < 12
+
+
 def test_no_program_is_compiled_by_a_step_with_drafts(tiny_model: Path, engine_cache: Path) -> None:
     """The programs that warming up compiles are all that steps with drafts, of any number, take."""
     driver = Driver(tiny_model, engine_cache, speculation="ngram", num_speculative_tokens=3, max_num_batched_tokens=32)

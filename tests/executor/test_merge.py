@@ -32,6 +32,11 @@ def drawn(row: int, position: int) -> int:
     return (7 * row + 3 * position) % VOCAB
 
 
+def masks_of(rank: int, rows: list[int], step: int) -> list[list[int]]:
+    """Masks, one for each of `rows`, that no other rank or step has: two words, for 50 tokens."""
+    return [[100 * step + place, rank * ROWS + row] for place, row in enumerate(rows)]
+
+
 @dataclass
 class RankRow:
     """A row as its rank sees it. A drawn token is known to the rank at once: it knows the device's rule."""
@@ -107,7 +112,7 @@ class RankModel:
         if not runnable:
             return PartialSchedule(step=self.step, rows=pack_ints([]), new=new, resumed=resumed, continued=continued)
         rows = draw(st.lists(st.sampled_from(runnable), unique=True, min_size=1))
-        counts, block_rows, block_ids = [], [], []
+        counts, block_rows, block_ids, masked = [], [], [], []
         self.drafts = {}
         for row in rows:
             held = self.rows[row]
@@ -125,6 +130,8 @@ class RankModel:
                 block_rows.append(row)
                 block_ids.append(block)
                 held.blocks.append(block)
+            if end == len(held.tokens) and draw(st.booleans()):
+                masked += [row] * (1 + len(self.drafts.get(row, ())))
         return PartialSchedule(
             step=self.step,
             rows=pack_ints(rows),
@@ -136,6 +143,8 @@ class RankModel:
             new=new,
             resumed=resumed,
             continued=continued,
+            mask_rows=pack_ints(masked),
+            masks=pack_ints([word for mask in masks_of(self.rank, masked, self.step) for word in mask]),
         )
 
     def schedule_again(self, data: st.DataObject) -> PartialSchedule:
@@ -216,6 +225,7 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
         merged = subject.again([model.rank for model in chosen], schedules)
         parts: list[Part] = [] if merged is None else merged[0]
         expected: list[tuple[int, int, list[int], int, bool, list[int]]] = []
+        masks = []
         for model, schedule in zip(chosen, schedules, strict=True):
             if not schedule.rows.nbytes and not schedule.again:
                 assert merged is None
@@ -227,6 +237,7 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
             if merged is None:
                 parts.append(subject.apply(model.rank, schedule))
             expected += [(model.rank, *item) for item in model.expect(schedule)]
+            masks += masks_of(model.rank, unpack_ints(schedule.mask_rows).tolist(), model.step)
         if not parts:
             continue
         step = subject.merge(parts) if merged is None else merged[1]
@@ -236,6 +247,8 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
         assert ran == [item[2] for item in expected]
         assert step.positions.tolist() == [item[3] for item in expected]
         assert step.samples.tolist() == [item[4] for item in expected]
+        assert step.masks.words.tolist() == masks
+        assert step.rows[step.masks.at].tolist() == [row for _, row in masks]
         assert step.block_tables.shape[1] == max(len(item[5]) for item in expected)
         for line, (rank, row, *_) in zip(step.block_tables, expected, strict=True):
             blocks = ranks[rank].rows[row].blocks[: line.size]
@@ -272,6 +285,9 @@ THREE = pack_ints([3])
 RESUMED = ResumeRow(
     row=0, request_id="r", token_ids=THREE, num_output_tokens=1, block_ids=pack_ints([0]), sampling=SAMPLING
 )
+
+ALL = pack_ints([-1, -1])
+"""A mask that allows every token."""
 
 REFUSED = {
     "no row runs": partial(rows=[]),
@@ -322,6 +338,17 @@ REFUSED = {
     "1 of 1 tokens cannot be output": partial(resumed=[RESUMED]),
     "row 0 is continued but was never set up": partial(
         continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=SAMPLING)]
+    ),
+    "row 1 has 1 masks but draws 0 tokens": partial(new=[new_row()], mask_rows=pack_ints([1]), masks=ALL),
+    "row 0 has 1 masks but draws 0 tokens": partial(
+        new=[new_row()], num_tokens=pack_ints([2]), mask_rows=pack_ints([0]), masks=ALL
+    ),
+    "row 4 does not exist": partial(new=[new_row()], mask_rows=pack_ints([4]), masks=ALL),
+    "row 0 has 2 masks but draws 1 tokens": partial(
+        new=[new_row()], num_tokens=THREE, mask_rows=pack_ints([0, 0]), masks=pack_ints([-1] * 4)
+    ),
+    "1 masks have 4 bytes; 8 each are needed": partial(
+        new=[new_row()], num_tokens=THREE, mask_rows=pack_ints([0]), masks=pack_ints([-1])
     ),
     "row 0: temperature nan is not allowed": partial(
         new=[new_row(sampling=Sampling(seed=1, max_tokens=1, temperature=float("nan")))]
@@ -496,6 +523,8 @@ def test_no_schedule_however_wrong_raises_anything_but_refused(data: st.DataObje
             new=data.draw(st.lists(new, max_size=2)),
             resumed=data.draw(st.lists(resumed, max_size=2)),
             continued=data.draw(st.lists(continued, max_size=2)),
+            mask_rows=data.draw(ints),
+            masks=ALL if data.draw(st.booleans()) else data.draw(ints),
         )
         with suppress(Refused):
             subject.merge([subject.apply(data.draw(st.integers(0, RANKS - 1)), schedule)])

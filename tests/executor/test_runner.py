@@ -69,7 +69,10 @@ def test_nothing_is_compiled_after_the_warm_up(tiny_model: Path, engine_cache: P
             driver.step({(0, 0): 11, (0, 1): 9, (1, 1): 20})  # all that a rank may
             for count in (1, 2, 3, 4, 3, 2, 1):
                 for most in (12, 1):
-                    driver.step({where: min(most, driver.left(where)) for where in rows[:count]})
+                    step = {where: min(most, driver.left(where)) for where in rows[:count]}
+                    masked = [where for where in rows[:count:2] if step[where] == driver.left(where)]
+                    drawn = driver.step(step, {where: [[5, 6]] for where in masked})
+                    assert all(drawn[where] in (5, 6) for where in masked)
     assert events == []
 
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from bus.messages import Sampling
 from executor import constraints, sampling
-from executor.constraints import Constraints, Line
+from executor.constraints import UNCONSTRAINED, Constraints, Line
 from executor.sampling import RowParams
 from tests.executor.driving import Driver
 
@@ -48,17 +48,26 @@ class Rows:
     def draw(self, logits: np.ndarray) -> np.ndarray:
         return np.asarray(jax.jit(sampling.draw)(jnp.asarray(logits), self.params, self.order, self.ends))
 
-    def adjust(self, logits: np.ndarray) -> np.ndarray:
+    def adjust(self, logits: np.ndarray, masks: dict[int, list[int]] | None = None) -> np.ndarray:
+        """`masks` has the tokens that lines may draw besides what their parameters allow."""
         lines = []
         for line, (tokens, prompt_len, parameters) in enumerate(self._rows):
             asked = Constraints.of(parameters, prompt_len, logits.shape[1])
-            if asked is not None:
-                lines.append(Line(line, len(tokens), asked))
+            mask = None if masks is None or line not in masks else words_of(masks[line], logits.shape[1])
+            if asked is not None or mask is not None:
+                lines.append(Line(line, len(tokens), asked or UNCONSTRAINED, mask))
         adjusted = jnp.asarray(logits)
         for call in constraints.compose([lines], len(self._rows), logits.shape[1]):
             shard = jax.tree.map(lambda x: jnp.asarray(x)[0], call)
             adjusted = jax.jit(sampling.adjust)(adjusted, self.history, self.params, self.order, self.ends, shard)
         return np.asarray(adjusted)
+
+
+def words_of(tokens: list[int], vocabulary: int) -> np.ndarray:
+    words = np.zeros(-(-vocabulary // 32), np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
 
 
 def plain_adjust(logits: np.ndarray, tokens: list[int], prompt_len: int, asked: Sampling) -> np.ndarray:
@@ -113,6 +122,26 @@ def test_adjustments_are_those_of_the_definition(seed: int) -> None:
     found = Rows(*rows).adjust(logits)
     for line, row in enumerate(rows):
         np.testing.assert_allclose(found[line], plain_adjust(logits[line], *row), rtol=1e-5, atol=1e-4)
+
+
+def test_masks_leave_what_they_allow_of_what_the_parameters_do() -> None:
+    random = RANDOM(9)
+    rows = [random_row(random) for _ in range(6)]
+    logits = random.normal(0, 5, (len(rows), VOCABULARY)).astype(np.float32)
+    masks = {line: random.choice(np.arange(3, VOCABULARY), 90, replace=False).tolist() for line in (0, 2, 3, 5)}
+    found = Rows(*rows).adjust(logits, masks)
+    for line, row in enumerate(rows):
+        expected = plain_adjust(logits[line], *row)
+        allowed = np.isin(np.arange(VOCABULARY), masks.get(line, range(VOCABULARY)))
+        np.testing.assert_allclose(found[line], np.where(allowed, expected, -np.inf), rtol=1e-5, atol=1e-4)
+
+
+def test_output_may_end_before_its_minimum_where_a_mask_allows_nothing_else() -> None:
+    asked = sampling_of(min_tokens=5, eos_token_id=2, stop_token_ids=[11, 60])
+    logits = np.zeros((3, VOCABULARY), np.float32)
+    found = Rows(*[([1, 2, 3], 3, asked)] * 3).adjust(logits, {0: [2, 60], 1: [2, 60, 61]})
+    assert [np.flatnonzero(np.isfinite(line)).tolist() for line in found[:2]] == [[2, 60], [61]]
+    assert not np.isfinite(found[2, [2, 11, 60]]).any()
 
 
 def test_penalties_and_bad_words_are_those_of_transformers() -> None:

@@ -58,6 +58,8 @@ class BusLLM(AsyncLLM):
         with _core_client(self.client):
             loggers: list[Any] = [RankLogger if status.exports_ranks else OwnLogger] if log_stats else []
             super().__init__(vllm_config, Executor, log_stats, log_requests=False, stat_loggers=loggers)
+        # Without it, vLLM compiles no grammar itself, with libraries and in time that the ranks spend already
+        self.input_processor.structured_outputs_config = None
 
     def fail(self, request_id: str, error: GracefulHTTPError) -> None:
         """End a request, and with it its siblings of one `n`, with an error instead of an output."""

@@ -107,6 +107,7 @@ def sampling_for(params: GenerateParams, prompt_tokens: int, limits: ModelLimits
         logit_bias=params.logit_bias,
         allowed_token_ids=params.allowed_token_ids,
         logprobs=params.logprobs,
+        grammar=params.grammar,
     )
     fault = fault_of(sampling, limits.vocab_size)
     if fault:
@@ -150,5 +151,3 @@ def _check_supported(params: GenerateParams) -> None:
             raise BadRequest(f"{name} needs text: leave text_output on")
     if params.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs is not supported; logprobs of sampled tokens are")
-    if params.grammar is not None:
-        raise BadRequest("structured output is not supported yet")

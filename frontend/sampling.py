@@ -9,6 +9,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from bus.messages import GenerateParams, Sampling
 from frontend.errors import RequestError, unsupported
+from frontend.structured import from_grammar, to_grammar
 
 SEED_MASK = 2**63 - 1
 """Seeds are non-negative and fit a signed 64-bit integer; a client's seed is taken modulo 2**63."""
@@ -50,6 +51,7 @@ def to_sampling(request: EngineCoreRequest, max_model_len: int, draw_seed: Calla
         allowed_token_ids=params.allowed_token_ids,
         bad_words_token_ids=params.bad_words_token_ids or None,
         logprobs=params.logprobs,
+        grammar=None if params.structured_outputs is None else to_grammar(params.structured_outputs),
     )
 
 
@@ -60,8 +62,6 @@ def from_generate(params: GenerateParams, *, detokenize: bool) -> SamplingParams
         VLLMValidationError: a value that vLLM does not allow.
         RequestError: a seed that is not allowed, or a feature that this engine does not have.
     """
-    if params.grammar is not None:
-        raise unsupported("structured output (`grammar`)")
     if params.seed is not None and not 0 <= params.seed <= SEED_MASK:
         raise RequestError("invalid", f"seed {params.seed} is not allowed; it must be from 0 to {SEED_MASK}")
     return SamplingParams(
@@ -85,6 +85,7 @@ def from_generate(params: GenerateParams, *, detokenize: bool) -> SamplingParams
         bad_words=list(params.bad_words),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        structured_outputs=None if params.grammar is None else from_grammar(params.grammar),
         detokenize=detokenize,
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
@@ -104,7 +105,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     }
     if params is not None:
         asked |= {
-            "structured output": params.structured_outputs,
             "`prompt_logprobs` (or `echo` with `logprobs`)": params.prompt_logprobs is not None,
             "`prompt_logprob_token_ids`": params.prompt_logprob_token_ids is not None,
             "`logprob_token_ids`": params.logprob_token_ids,

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Callable
 
 from bus import model_files, process
 from bus.config import Config, ConfigError
@@ -10,12 +9,13 @@ from bus.counters import Counters
 from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
-from bus.messages import KvPool
 from bus.model_files import ModelError, ModelFacts
 from bus.shell import Shell
+from ranks.compiling import Compiler, plain
 from ranks.core import RankCore
+from ranks.grammars import Grammars, Vocabulary
 from ranks.replay import Construction, NativeSchedulers
-from ranks.scheduler import Scheduler
+from ranks.scheduler import Schedulers
 
 log = get_logger()
 
@@ -28,13 +28,15 @@ def run(config: Config, me: Identity) -> None:
         )
     begin = time.monotonic()
     counters = Counters()
-    build = _load_scheduler(config, counters)
     model = _model(config) if config.journals("rank") else None
-    core = RankCore(me.index, config, build, counters)
+    construction = Construction(Vocabulary.of(model.folder) if model else None)
+    schedulers = _load_scheduler(config, counters, construction.vocabulary)
+    core = RankCore(me.index, config, schedulers.build, counters)
     recorder = journal.start(
-        config, me, Construction(), model=model, core=core if config.scheduler == "native" else None
+        config, me, construction, plain, model=model, core=core if config.scheduler == "native" else None
     )
-    shell = Shell(me, config, core, _perform, recorder)
+    shell = Shell(me, config, core, lambda effect: compiler.submit(effect), recorder)
+    compiler = Compiler(schedulers.compile, shell.post)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: shell.stop(f"it got {signal.Signals(number).name}"))
     shell.connect("step", config.step_endpoint())
@@ -44,10 +46,11 @@ def run(config: Config, me: Identity) -> None:
     log.info("rank ends", reason=shell.run())
 
 
-def _load_scheduler(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
+def _load_scheduler(config: Config, counters: Counters, vocabulary: Vocabulary | None) -> Schedulers:
     """What makes a scheduler for a KV pool. vLLM's takes seconds to import, and so is only where it is asked for."""
     if config.scheduler == "native":
-        return NativeSchedulers(config, counters)
+        grammars = Grammars(config, vocabulary)
+        return Schedulers(NativeSchedulers(config, counters, grammars), grammars.compile)
     from ranks.vllm_loading import load
 
     return load(config, counters)
@@ -59,10 +62,6 @@ def _model(config: Config) -> ModelFacts | None:
         return model_files.read(model_files.resolve(config).folder)
     except ModelError:
         return None
-
-
-def _perform(effect: object) -> None:
-    raise TypeError(f"a rank's core has no such effect: {effect!r}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Batch:
     - `num_blocks`: KV blocks; their numbers stand in `blocks` [size, most].
     - `num_named`: how many of these have their name, from the first on.
     - `prefilling` (bool): whether the last step it was in did not reach its last token.
+    - `constrained` (bool): whether the request has a grammar.
     - `stops` [size, NUM_STOPS]: the tokens it stops at; `NONE` fills the rest. Where there are more, they are in
       `many_stops`.
     - `frontend` and `handle`: its key.
@@ -47,6 +48,7 @@ class Batch:
         self.num_blocks = np.zeros(size, np.int32)
         self.num_named = np.zeros(size, np.int32)
         self.prefilling = np.zeros(size, np.bool_)
+        self.constrained = np.zeros(size, np.bool_)
         self.frontend = np.zeros(size, np.int32)
         self.handle = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, max_len), np.int32)
@@ -134,6 +136,7 @@ class Batch:
         self.add_blocks(row, blocks)
         self.num_named[row] = num_named
         self.prefilling[row] = False
+        self.constrained[row] = request.matcher is not None
         self.frontend[row] = request.frontend
         self.handle[row] = request.handle
         self._set_stops(row, request)

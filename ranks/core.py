@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from bus.config import Config
-from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick, WakeAt
+from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.log import get_logger
 from bus.messages import (
@@ -41,6 +41,7 @@ from bus.messages import (
     UpdateFromOutput,
 )
 from ranks.commands import HELD, SIMPLE, SINGLE_STEP
+from ranks.compiling import Compile, Compiled
 from ranks.publishing import LoadReports
 from ranks.scheduler import BrokenResult, Ended, Refused, Scheduler, StepOutputs
 
@@ -86,6 +87,7 @@ class RankCore:
         self._executor: Peer | None = None
         self._pool: KvPool | None = None
         self._scheduler: Scheduler | None = None
+        self._num_schedulers = 0
         self._next_step = 0
         self._in_flight: deque[int] = deque()
         self._may_schedule = False
@@ -131,6 +133,8 @@ class RankCore:
             case Drained(now):
                 self._now = now
                 self._drained()
+            case Posted(Compiled() as done):
+                self._compiled(done)
             case Tick(now, _, bus_counters):
                 self._now = now
                 self._expire()
@@ -195,6 +199,7 @@ class RankCore:
     def _use_pool(self, pool: KvPool) -> None:
         self._pool = pool
         self._scheduler = self._build(pool)
+        self._num_schedulers += 1
         self._scheduler.set_pause(self._pause_state)
         self._woken()
 
@@ -289,7 +294,19 @@ class RankCore:
             except Refused as refused:
                 self._refuse(peer, request.handle, "invalid", str(refused))
             else:
+                self._ask_for_grammars(scheduler)
                 self._woken()
+
+    def _ask_for_grammars(self, scheduler: Scheduler) -> None:
+        self._effects += [Compile(self._num_schedulers, *asked) for asked in scheduler.take_grammars()]
+
+    def _compiled(self, done: Compiled) -> None:
+        if self._scheduler is None or done.scheduler != self._num_schedulers:
+            self._counters.add("rank_stale_grammars")
+            return
+        self._tell(self._scheduler.compiled(done.ticket, done.matcher, done.grammar_error))
+        self._tell_turns()
+        self._woken()
 
     def _refuse(self, peer: Peer, handle: int, code: str, message: str) -> None:
         self._counters.add(f"rank_refused_requests/{code}")
@@ -313,6 +330,7 @@ class RankCore:
             change(self._scheduler)
         except Refused as refused:
             self._refuse_turn(peer, message.handle, message.sequence, "invalid", str(refused))
+        self._ask_for_grammars(self._scheduler)
         self._tell_turns()
 
     def _refuse_turn(self, peer: Peer, handle: int, sequence: int, code: str, sentence: str) -> None:

@@ -17,10 +17,12 @@ from bus.config import Config
 from bus.counters import Counters
 from bus.messages import (
     EMPTY,
+    GRAMMAR_FAULT,
     AddRequest,
     AppendInput,
     ContinueRow,
     FinishReason,
+    Grammar,
     Ints,
     KvPool,
     Logprobs,
@@ -42,7 +44,7 @@ from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
 from ranks.drafts import PromptLookup
-from ranks.grammars import BadGrammar, Grammars, Matcher
+from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
 from ranks.outbox import by_id
 from ranks.output import first_logprobs, outputs
@@ -62,9 +64,10 @@ NOT_A_NUMBER = -2
 class NativeScheduler:
     """One rank's `ranks.scheduler.Scheduler`."""
 
-    def __init__(self, config: Config, pool: KvPool, counters: Counters) -> None:
+    def __init__(self, config: Config, pool: KvPool, counters: Counters, grammars: Grammars | None = None) -> None:
+        """`grammars` None are those of the served model."""
         self._config = config
-        self._grammars = Grammars(config)
+        self._grammars = grammars or Grammars(config)
         self._pool = pool
         self._checks = Checks(pool, pool.num_blocks)
         max_len = self._checks.max_len
@@ -86,6 +89,11 @@ class NativeScheduler:
         self._by_name: dict[str, Request] = {}
         self._constrained: dict[int, Request] = {}
         """Requests with a grammar, by their number."""
+        self._compiling: dict[int, tuple[Request, Grammar]] = {}
+        """Those for whom a grammar is being compiled, by its ticket; they may have ended."""
+        self._num_tickets = 0
+        self._asked: list[tuple[int, Grammar]] = []
+        """Of these, those that nobody was told to compile yet."""
         self._untold: list[Request] = []
         """Requests that have ended since the last schedule."""
         self._rendered: list[Request] = []
@@ -100,7 +108,7 @@ class NativeScheduler:
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
         self._checks.check(request)
-        matcher = self._compiled(request.sampling, request.output_token_ids)
+        matcher = self._compiled_now(request.sampling, request.output_token_ids)
         name = request.request_id
         if name in self._by_name:
             name = f"{name}@{frontend}/{request.handle}"
@@ -117,26 +125,76 @@ class NativeScheduler:
         if matcher is not None:
             entry.matcher = matcher
             self._constrained[entry.number] = entry
+        elif entry.tokens.size:  # or else its turn ends at once
+            entry.ticket = self._have_compiled(entry, request.sampling)
         self._by_key[frontend, request.handle] = self._by_name[name] = entry
         if entry.session is None:
             self._waiting.add(entry)
         else:
             self._sessions.open(entry)
 
-    def _compiled(self, sampling: Sampling, output: Ints = EMPTY) -> Matcher | None:
-        """The grammar asked for, as far as the output there is already; None if there is none."""
+    def _compiled_now(self, sampling: Sampling, output: Ints = EMPTY) -> Matcher | None:
+        """In single-step mode, the grammar asked for, as far as the output there is already; None if there is none."""
         grammar = sampling.grammar
-        if grammar is None:
+        if grammar is None or not self._config.single_step:
             return None
-        if not self._config.single_step:
-            raise Refused("grammars are only available in single-step mode; leave the grammar out")
         try:
             matcher = self._grammars.compile(grammar)
         except BadGrammar as bad:
-            raise Refused(f"the grammar cannot be used: {bad}") from None
+            raise Refused(f"{GRAMMAR_FAULT}{bad}") from None
         if not matcher.accept(unpack_ints(output).tolist()):
-            raise Refused("the grammar does not allow the output there is already")
+            raise Refused(NOT_ITS_OUTPUT)
         return matcher
+
+    def _have_compiled(self, request: Request, sampling: Sampling) -> int:
+        """The ticket of the grammar asked for, which is to be compiled beside the loop; 0 if there is none."""
+        if sampling.grammar is None:
+            return 0
+        self._num_tickets += 1
+        self._compiling[self._num_tickets] = request, sampling.grammar
+        self._asked.append((self._num_tickets, sampling.grammar))
+        return self._num_tickets
+
+    def take_grammars(self) -> list[tuple[int, Grammar]]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def compiled(self, ticket: int, matcher: Matcher | None, fault: str) -> list[Ended]:
+        request, grammar = self._compiling.pop(ticket)
+        sentence = f"{GRAMMAR_FAULT}{fault}" if fault else ""
+        matcher = matcher or self._grammars.matcher(grammar)
+        if not self._is_alive(request):
+            return []
+        if request.ticket != ticket:
+            self._compiled_turn(request, ticket, matcher, sentence)
+            return []
+        if not sentence and not matcher.accept(request.tokens[request.num_prompt :].tolist()):
+            sentence = NOT_ITS_OUTPUT
+        if not sentence:
+            request.matcher, request.ticket = matcher, 0
+            self._constrained[request.number] = request
+            self._waiting.offer(request)
+        elif request.session is None or request.session.taken is None:
+            return self._finish([request], "error", "invalid", sentence)
+        else:
+            self._refused.append(
+                RefusedTurn(request.frontend, request.handle, request.session.taken.sequence, sentence)
+            )
+            self._sessions.give_back(request)
+            self._go_on(request, request.session)
+        return []
+
+    def _compiled_turn(self, request: Request, ticket: int, matcher: Matcher, sentence: str) -> None:
+        """What a session was to go on with later has its grammar, unless it is gone, or is refused with a sentence."""
+        session = request.session
+        turn = next((turn for turn in session.turns if turn.ticket == ticket), None) if session is not None else None
+        if session is None or turn is None:
+            return
+        turn.matcher, turn.ticket = matcher, 0
+        if sentence:
+            session.turns.remove(turn)
+            self._sessions.num_queued -= 1
+            self._refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, sentence))
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
@@ -155,7 +213,9 @@ class NativeScheduler:
             turn, sampling, request.num_prompt + sum(queued.tokens.size for queued in session.turns)
         )
         tokens = unpack_ints(turn.prompt_token_ids)
-        entry = Turn(turn.sequence, tokens, sampling, turn.mm_features, now, self._compiled(sampling))
+        entry = Turn(turn.sequence, tokens, sampling, turn.mm_features, now, self._compiled_now(sampling))
+        if entry.matcher is None and tokens.size:
+            entry.ticket = self._have_compiled(request, sampling)
         if not self._sessions.waits_for_input(request):
             session.turns.append(entry)
             self._sessions.num_queued += 1
@@ -198,6 +258,10 @@ class NativeScheduler:
         assert session is not None
         self._turns.append((request.frontend, self._sessions.end_turn(request, reason, stop_reason, keep)))
         self._constrained.pop(request.number, None)
+        self._go_on(request, session)
+
+    def _go_on(self, request: Request, session: Session) -> None:
+        """Let a session that waits for input take the next there is room for, or end if it was closed."""
         while session.turns:
             turn = session.turns.popleft()
             self._sessions.num_queued -= 1
@@ -217,7 +281,7 @@ class NativeScheduler:
             return [], []
         self._turns, self._closed, self._refused = [], [], []
         nothing = np.empty(0, np.int32)
-        told = outputs(0, nothing, nothing, nothing, None, [], turns, closed, []) if turns else []
+        told = outputs(0, nothing, nothing, nothing, None, [], turns, closed, []) if turns or closed else []
         return told, refused
 
     def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
@@ -273,7 +337,7 @@ class NativeScheduler:
         steady = self._steady
         if steady is None or self._planner.pause_state == "paused_all" or self._planner.drafts:
             return None
-        if self._planner.admits and (self._sessions.num_empty or (len(self._waiting) and self._batch.num_free)):
+        if self._planner.admits and (self._sessions.num_empty or (self._batch.num_free and self._waiting.offers_any)):
             return None
         plan = steady.plan(step)
         if plan is None:
@@ -308,6 +372,7 @@ class NativeScheduler:
                 resumed.append(_resume_row(request, blocks, cached))
             else:
                 new.append(_new_row(request, blocks, cached))
+        mask_rows, masks = self._masks(plan)
         return PartialSchedule(
             step=step,
             rows=pack_ints(plan.rows),
@@ -320,7 +385,21 @@ class NativeScheduler:
             resumed=resumed,
             continued=continued,
             more=self._planner.expects_more(),
+            mask_rows=mask_rows,
+            masks=masks,
         )
+
+    def _masks(self, plan: Step) -> tuple[Ints, Ints]:
+        """The rows that draw by a grammar, one for each token that they draw, and what that may be."""
+        named: list[int] = []
+        masks: list[bytes] = []
+        for row in plan.rows[self._batch.constrained[plan.rows] & plan.samples].tolist():
+            matcher = self._batch.request(row).matcher
+            assert matcher is not None
+            own = matcher.masks(plan.drafts.get(row, []))
+            named += [row] * len(own)
+            masks += own
+        return pack_ints(named), memoryview(b"".join(masks))
 
     def _watch(self, plan: Step) -> None:
         """Look whether decode is steady from `plan` on: the last step had the same rows, and they all draw."""
@@ -329,7 +408,7 @@ class NativeScheduler:
         if (
             same
             and plan.rows.size == self._batch.running.size <= self._config.max_num_batched_tokens
-            and not self._constrained
+            and not self._batch.constrained[plan.rows].any()
             and self._lookup is None
             and self._batch.num_leaving == 0
             and all(step.is_plain and np.array_equal(step.rows, plan.rows) for step in self._steps)
@@ -443,9 +522,10 @@ class NativeScheduler:
             going = rows[told]
             self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
         left = rows[over].tolist()
-        rejected = self._accept(rows, table, delivered, left) if self._constrained else []
-        ended += self._end(left)
-        ended += self._finish(rejected, "error", "grammar", "the model produced a token that the grammar forbids")
+        rejected = self._accept(rows, table, delivered, left) if self._constrained else {}
+        ended += self._end([row for row in left if row not in rejected])
+        for row, sentence in rejected.items():
+            ended += self._finish([batch.request(row)], "error", "grammar", sentence)
         if self._lookup is not None:
             self._look_up(self._lookup, rows[told])
         num_delivered = int(delivered.sum())
@@ -469,21 +549,27 @@ class NativeScheduler:
         left = batch.limit[rows] - batch.known[rows] - 1
         for row, room, goes_on in zip(rows.tolist(), left.tolist(), batch.held[rows].tolist(), strict=True):
             found = lookup.drafts(row, batch.tokens_of(row), room) if goes_on else []
+            if found and (matcher := batch.request(row).matcher) is not None:
+                found = matcher.allowed_of(found)
             if found:
                 drafts[row] = found
             else:
                 drafts.pop(row, None)
 
-    def _accept(self, rows: Rows, table: Int32, delivered: Int32, left: list[int]) -> list[Request]:
-        """Let grammars go on by what their requests got; those that must not go on, but for the ones in `left`."""
+    def _accept(self, rows: Rows, table: Int32, delivered: Int32, left: list[int]) -> dict[int, str]:
+        """Let grammars go on by what their rows got; those that cannot, and why. For rows in `left` it was the last."""
         places = {row: place for place, row in enumerate(rows.tolist())}
-        rejected = []
+        rejected = {}
         for request in self._constrained.values():
             place = places.get(request.row)
             if place is not None and request.matcher is not None:
                 tokens = table[place, : delivered[place]].tolist()
-                if tokens and not request.matcher.accept(tokens) and request.row not in left:
-                    rejected.append(request)
+                if tokens and not request.matcher.accept(tokens):
+                    fault = request.matcher.fault
+                    if fault:
+                        rejected[request.row] = f"{GRAMMAR_FAULT}{fault}"
+                    elif request.row not in left:
+                        rejected[request.row] = NOT_ALLOWED
         return rejected
 
     def _end_broken(self, rows: Rows) -> list[Ended]:

@@ -165,6 +165,10 @@ class Planner:
             counts += tried
             np.minimum(counts, self._max_len - 1 - computed, out=counts)
             counts[(tried > 0) & (batch.unseen[rows] > 0)] = 0  # what to try is known when its tokens are
+        constrained = batch.constrained[rows]
+        if (constrained & (batch.unseen[rows] > 0)).any():
+            # Their masks follow from the tokens in flight. They wait all together, so that they run in the same steps.
+            counts[constrained & ~batch.prefilling[rows]] = 0
         np.maximum(counts, 0, out=counts)  # how far a row has come whose drafts are in flight is not known
         np.minimum(counts, longest, out=counts)
         if counts.sum() > budget:

@@ -23,7 +23,9 @@ class Turn:
     sampling: Sampling
     features: list[MultimodalFeature]
     added_at: float
-    matcher: Matcher | None
+    matcher: Matcher | None = None
+    ticket: int = 0
+    """Of the grammar that is being compiled for it; 0 if none is."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Session:
 
     opened_with: Sampling
     turns: deque[Turn] = field(default_factory=deque)
+    taken: Turn | None = None
+    """The turn it is in, or was in last; None is the one that came with its beginning."""
     closing: bool = False
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -79,8 +83,8 @@ class Request:
     row: int = -1
     matcher: Matcher | None = None
     """How far it has come in its grammar, if it has one."""
-    grammar_pending: bool = False
-    """It waits for its grammar to be compiled, and keeps its place among those that wait."""
+    ticket: int = 0
+    """Of the grammar that is being compiled, for which it waits, in its place among those that wait; 0 if none is."""
     place: tuple[float, ...] = ()
     """What it is ordered by among those that wait (see `ranks.waiting`)."""
     has_run: bool = False

@@ -4,13 +4,16 @@ A request is known by its key, (frontend index, the frontend's handle). Steps ar
 and are answered in the order in which they were made. All calls come from one thread; none of them waits.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from bus.messages import (
     AddRequest,
     AppendInput,
     FinishReason,
+    Grammar,
     Ints,
+    KvPool,
     Outputs,
     PartialSchedule,
     PauseState,
@@ -106,6 +109,17 @@ class Scheduler(Protocol):
         """What there is to tell of turns besides the results of steps, since the last call.
 
         To be called after `schedule`, `render`, `update` and `stop_turn`, so that what happens is told in order.
+        """
+        ...
+
+    def take_grammars(self) -> list[tuple[int, Grammar]]:
+        """The grammars that are to be compiled since the last call, and a number for each, which is not used twice."""
+        ...
+
+    def compiled(self, ticket: int, matcher: Any, fault: str) -> list[Ended]:
+        """A grammar was compiled (`matcher` None: it was once, see `ranks.compiling`), or cannot be: `fault` says why.
+
+        Whoever asked for it may have ended meanwhile. Returns whom the fault ends; `take_turns` has what it refuses.
         """
         ...
 
@@ -208,3 +222,14 @@ class Scheduler(Protocol):
     def kv_snapshot(self) -> bytes:
         """Names of all blocks in the prefix cache, as of the last `take_kv_changes`."""
         ...
+
+
+class Schedulers(NamedTuple):
+    """What makes a scheduler for a KV pool, and what compiles grammars for it, which may be done in another thread."""
+
+    build: Callable[[KvPool], Scheduler]
+    compile: Callable[[Grammar], Any]
+
+    def __call__(self, pool: KvPool) -> Scheduler:
+        """A scheduler."""
+        return self.build(pool)

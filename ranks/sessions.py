@@ -60,13 +60,15 @@ class Sessions:
     def take(self, request: Request, turn: Turn) -> None:
         """Let a session that waits for input go on with one that there is room for."""
         size = request.num_prompt + turn.tokens.size
+        assert request.session is not None
+        request.session.taken = turn
         self._rouse(request)
         request.features = [*request.features, *shifted(turn.features, request.num_prompt)]
         request.tokens = np.concatenate([request.tokens, turn.tokens])
         request.num_prompt = size
         request.sampling = turn.sampling
         request.limit = min(size + turn.sampling.max_tokens, self._max_len)
-        request.matcher = turn.matcher
+        request.matcher, request.ticket = turn.matcher, turn.ticket
         request.added_at = turn.added_at
         request.has_run = False
         request.num_preemptions = 0
@@ -124,12 +126,8 @@ class Sessions:
             context = request.num_prompt + kept
             request.tokens = request.tokens[:context]
             del request.names[context // self._kv.block_size :]
-        request.num_prompt = context
         session.order = self._waiting.next_place()
-        self._idle[request.number] = request
-        if session.blocks:
-            self._keeping[request.number] = request
-        self._num_idle_tokens += context
+        self._rest(request, context)
         self._statistics.turn_ended()
         request.turn += 1
         return TurnEnded(
@@ -140,6 +138,28 @@ class Sessions:
             kept_tokens=kept,
             context_tokens=context,
         )
+
+    def give_back(self, request: Request) -> None:
+        """Take out again what a turn brought of which nothing was computed, as if it had not been taken."""
+        session = request.session
+        assert session is not None
+        turn = session.taken
+        assert turn is not None
+        self._leave_line(request)
+        context = request.num_prompt - turn.tokens.size
+        request.tokens = request.tokens[:context]
+        del request.names[context // self._kv.block_size :]
+        request.features = request.features[: len(request.features) - len(turn.features)]
+        self._rest(request, context)
+
+    def _rest(self, request: Request, context: int) -> None:
+        """A session of `context` tokens waits for input."""
+        request.num_prompt = context
+        request.matcher, request.ticket = None, 0
+        self._idle[request.number] = request
+        if request.session is not None and request.session.blocks:
+            self._keeping[request.number] = request
+        self._num_idle_tokens += context
 
     def take_empty(self) -> list[Request]:
         """Those whose turn ends with this schedule, for it brought nothing."""

@@ -2,19 +2,28 @@
 
 import json
 import tempfile
+from copy import copy
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.model_executor.models import ModelRegistry
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar, validate_guidance_grammar
+from vllm.v1.structured_output.request import get_structured_output_key
 
 from bus.config import Config, ConfigError
-from bus.messages import KvPool
+from bus.messages import Grammar, KvPool
 from bus.model_files import resolve
+from ranks.grammars import BadGrammar, check_size
+from ranks.vllm_requests import structured_outputs
 
 _STAND_IN = "RankbusStandIn"
 
@@ -42,6 +51,7 @@ class Engine:
             )
         self._config = config
         self._vllm_config = _vllm_config(config)
+        self._vocab_size = 0
 
     def for_pool(self, pool: KvPool, max_model_len: int) -> tuple[VllmConfig, KVCacheConfig]:
         """Configuration and KV layout of a scheduler with this pool: one group of layers, all with full attention."""
@@ -50,24 +60,40 @@ class Engine:
         settings.cache_config.block_size = pool.block_size
         settings.model_config.max_model_len = max_model_len
         settings.scheduler_config.max_model_len = max_model_len
-        settings.model_config.hf_text_config.vocab_size = pool.vocab_size
+        settings.model_config.hf_text_config.vocab_size = self._vocab_size = pool.vocab_size
         spec = FullAttentionSpec(block_size=pool.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
         return settings, KVCacheConfig(num_blocks=pool.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
-    def no_grammars(self) -> StructuredOutputManager:
-        """What vLLM's scheduler asks about grammars while no request has one. Knows no tokenizer."""
-        self._vllm_config.model_config.skip_tokenizer_init = True
+    def grammars(self) -> StructuredOutputManager:
+        """What vLLM's scheduler asks about grammars. It knows no tokenizer: grammars come to it compiled."""
         return StructuredOutputManager(self._vllm_config)
 
-    def grammars(self) -> StructuredOutputManager:
-        """vLLM's compiler of grammars. Loads the served model's tokenizer: made when the first one is asked for."""
-        model = self._vllm_config.model_config
+    def compile(self, grammar: Grammar) -> GuidanceGrammar:
+        """The beginning of a grammar. Takes from milliseconds to seconds, the first time for the tokenizer, too.
+
+        Raises:
+            BadGrammar: there is something wrong with it.
+        """
+        check_size(grammar)
+        try:
+            params = structured_outputs(grammar)
+            validate_guidance_grammar(SamplingParams(structured_outputs=params))
+        except (ValueError, AttributeError, RecursionError, VLLMClientError) as error:
+            raise BadGrammar(str(error) or type(error).__name__) from None
+        compiled = self.backend.compile_grammar(*get_structured_output_key(params))
+        if fault := compiled.ll_matcher.get_error():
+            raise BadGrammar(fault.strip())
+        return cast(GuidanceGrammar, compiled)
+
+    @cached_property
+    def backend(self) -> GuidanceBackend:
+        """What vLLM compiles grammars with, for the served model's tokenizer, which is loaded for it."""
+        model = copy(self._vllm_config.model_config)
         model.tokenizer = str(resolve(self._config).folder)
         model.skip_tokenizer_init = False
-        manager = StructuredOutputManager(self._vllm_config)
-        manager._use_async_grammar_compilation = False
-        return manager
+        tokenizer = cached_tokenizer_from_config(model)
+        return GuidanceBackend(self._vllm_config, tokenizer, self._vocab_size)
 
 
 def _vllm_config(config: Config) -> VllmConfig:

@@ -8,13 +8,11 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
 
 from bus.config import Config
 from bus.counters import Counters
 from bus.log import get_logger
-from bus.messages import KvPool
-from ranks.scheduler import Scheduler
+from ranks.scheduler import Schedulers
 
 log = get_logger()
 
@@ -30,7 +28,7 @@ _ENVIRONMENT = {
 }
 
 
-def load(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
+def load(config: Config, counters: Counters) -> Schedulers:
     """Import vLLM (about five seconds) and return what makes a scheduler for a KV pool (milliseconds).
 
     Raises:
@@ -49,4 +47,4 @@ def load(config: Config, counters: Counters) -> Callable[[KvPool], Scheduler]:
     gc.enable()
     gc.freeze()
     log.info("vllm loaded", import_s=round(imported - begin, 2), configure_s=round(configured - imported, 2))
-    return lambda pool: VllmScheduler(config, pool, engine, counters)
+    return Schedulers(lambda pool: VllmScheduler(config, pool, engine, counters), engine.compile)

@@ -71,7 +71,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
-        structured_outputs=_structured_outputs(sampling.grammar) if sampling.grammar else None,
+        structured_outputs=structured_outputs(sampling.grammar) if sampling.grammar else None,
         extra_args={_SAMPLING: sampling},
         detokenize=False,
     )
@@ -79,7 +79,12 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     return params
 
 
-def _structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
+def structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
+    """What vLLM calls a grammar.
+
+    Raises:
+        ValueError: it is not of its kind at all.
+    """
     if grammar.kind == "json_object":
         params = StructuredOutputsParams(json_object=True)
     elif grammar.kind == "choice":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import msgspec
+import numpy as np
 from vllm.exceptions import VLLMClientError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as VllmPauseState
@@ -22,14 +23,17 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from bus.config import Config
 from bus.counters import Counters
 from bus.messages import (
+    EMPTY,
+    GRAMMAR_FAULT,
     AddRequest,
     AppendInput,
     FinishReason,
+    Grammar,
     Ints,
     KvPool,
     Logprobs,
@@ -48,6 +52,7 @@ from bus.messages import (
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.checks import Checks
+from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar
 from ranks.kv_names import KvNames
 from ranks.outbox import Outbox, by_id
 from ranks.rows import Rows
@@ -168,7 +173,7 @@ class VllmScheduler:
         self._vllm = (_Async if config.async_depth > 1 else _Sync)(
             vllm_config=vllm_config,
             kv_cache_config=kv_config,
-            structured_output_manager=engine.no_grammars(),
+            structured_output_manager=engine.grammars(),
             block_size=pool.block_size,
             log_stats=config.log_stats,
         )
@@ -176,7 +181,10 @@ class VllmScheduler:
         self._sink = _KvEventSink(self._names)
         self._vllm.kv_event_publisher = self._sink
         self._statistics = self._vllm.statistics = Statistics()
-        self._has_grammars = False
+        self._compiling: dict[int, _Entry] = {}
+        """Those for whom a grammar is being compiled, by its ticket; they may have ended."""
+        self._asked: list[tuple[int, Grammar]] = []
+        """Of these, those that nobody was told to compile yet."""
         self._rows = Rows(config.max_num_seqs)
         self._steps: deque[_Step] = deque()
         self._num_added = 0
@@ -190,7 +198,7 @@ class VllmScheduler:
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
         self._checks.check(request)
-        self._check_grammar(request.sampling)
+        self._check_grammar(request.sampling, request.resumable)
         if request.prompt_token_ids.nbytes == 0:
             raise Refused("the prompt is empty; a session may only be opened so with scheduler = native")
         if request.mm_features:
@@ -205,8 +213,8 @@ class VllmScheduler:
             )
         except (ValueError, VLLMClientError) as error:
             raise Refused(f"the sampling parameters cannot be used: {error}") from None
-        if vllm.use_structured_output:
-            self._compile_grammar(vllm)
+        if request.sampling.grammar is not None and self._config.single_step:
+            self._compile_now(vllm, request.sampling.grammar)
         self._num_added += 1
         name = request.request_id
         if name in self._by_name:
@@ -217,6 +225,23 @@ class VllmScheduler:
         entry.num_output = vllm.num_output_tokens
         self._by_id[vllm.request_id] = self._by_key[frontend, request.handle] = self._by_name[name] = entry
         self._vllm.add_request(vllm)
+        if request.sampling.grammar is not None and not self._config.single_step:
+            self._compiling[self._num_added] = entry
+            self._asked.append((self._num_added, request.sampling.grammar))
+
+    def take_grammars(self) -> list[tuple[int, Grammar]]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def compiled(self, ticket: int, matcher: GuidanceGrammar | None, fault: str) -> list[Ended]:
+        entry = self._compiling.pop(ticket)
+        if not self._is_alive(entry):
+            return []
+        if matcher is None:
+            return self._finish([entry], "error", "invalid", f"{GRAMMAR_FAULT}{fault}")
+        if not self._constrain(entry.vllm, matcher):
+            return self._finish([entry], "error", "invalid", NOT_ITS_OUTPUT)
+        return []
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
@@ -238,7 +263,7 @@ class VllmScheduler:
                 raise Refused("features of other media are only available with scheduler = native")
             queued = sum(len(update.prompt_token_ids) for update in entry.vllm.streaming_queue if update)
             self._checks.check_turn(turn, sampling, entry.vllm.num_tokens + queued)
-            self._check_grammar(sampling)
+            self._check_grammar(sampling, in_session=True)
         self._vllm.add_request(next_turn(entry.vllm, turn, sampling))
         if entry.num_output == 0:
             entry.num_prompt = entry.vllm.num_prompt_tokens
@@ -287,25 +312,24 @@ class VllmScheduler:
             self._rows.leave(entry.row)
             entry.row = -1
 
-    def _check_grammar(self, sampling: Sampling) -> None:
-        if sampling.grammar is not None and not self._config.single_step:
-            raise Refused("grammars are only available in single-step mode; leave the grammar out")
+    def _check_grammar(self, sampling: Sampling, in_session: bool) -> None:
+        if sampling.grammar is not None and in_session:
+            raise Refused("a session may only have a grammar with scheduler = native; leave the grammar out")
 
-    def _compile_grammar(self, vllm: Request) -> None:
-        if not self._has_grammars:
-            self._vllm.structured_output_manager = self._engine.grammars()
-            self._has_grammars = True
+    def _compile_now(self, vllm: Request, grammar: Grammar) -> None:
         try:
-            validate_guidance_grammar(vllm.sampling_params)
-        except (ValueError, VLLMClientError) as error:
-            raise Refused(f"the grammar cannot be used: {error}") from None
-        manager = self._vllm.structured_output_manager
-        manager.grammar_init(vllm)
-        grammar = vllm.structured_output_request.grammar
-        if isinstance(grammar, Exception):
-            raise Refused(f"the grammar cannot be used: {grammar}")
-        if not manager.accept_tokens(vllm, list(vllm.output_token_ids)):
-            raise Refused("the grammar does not allow the output there is already")
+            matcher = self._engine.compile(grammar)
+        except BadGrammar as bad:
+            raise Refused(f"{GRAMMAR_FAULT}{bad}") from None
+        if not self._constrain(vllm, matcher):
+            raise Refused(NOT_ITS_OUTPUT)
+
+    def _constrain(self, vllm: Request, matcher: GuidanceGrammar) -> bool:
+        """Give a request its grammar, as far as its output is; False if the grammar does not allow that."""
+        self._vllm.structured_output_manager.backend = self._engine.backend
+        vllm.structured_output_request.grammar = matcher
+        output = list(vllm.output_token_ids)
+        return not output or bool(matcher.accept_tokens(vllm.request_id, output))
 
     # Steps
 
@@ -337,6 +361,7 @@ class VllmScheduler:
     def _schedule(self) -> SchedulerOutput:
         """Let vLLM schedule, with no more requests running than there are rows for."""
         vllm = self._vllm
+        self._hold_constrained()
         vllm.max_num_active_reqs = len(vllm.running) + vllm.num_waiting_for_streaming_input + self._rows.num_free
         output = vllm.schedule()
         for request_id in sorted(output.preempted_req_ids or ()):
@@ -345,6 +370,27 @@ class VllmScheduler:
             if request_id in self._by_id:
                 self._leave_row(self._by_id[request_id])
         return output
+
+    def _hold_constrained(self) -> None:
+        """Leave requests with grammars out of the next schedule while the token of one is drawn: masks follow from it.
+
+        They wait all together, so that they run in the same steps.
+        """
+        vllm = self._vllm
+        requests = [request for request in vllm.running if request.use_structured_output]
+        if self._config.async_depth > 1 and any(request.num_output_placeholders for request in requests):
+            for request in requests:
+                if not request.is_prefill_chunk:
+                    request.next_decode_eligible_step = vllm.current_step + 2  # the next schedule is + 1
+
+    def _masks(self, output: SchedulerOutput) -> tuple[Ints, Ints]:
+        """The rows that draw by a grammar, and what each may draw."""
+        made = self._vllm.get_grammar_bitmask(output)
+        if made is None:
+            return EMPTY, EMPTY
+        words = -(-self._pool.vocab_size // 32)
+        masks = np.ascontiguousarray(made.grammar_bitmask[:, :words], "<i4")
+        return pack_ints([self._by_id[name].row for name in made.structured_output_request_ids]), pack_ints(masks)
 
     def _dispatch(self, number: int, now: float, output: SchedulerOutput) -> PartialSchedule:
         """Put a schedule in flight and express it in rows."""
@@ -382,6 +428,7 @@ class VllmScheduler:
         counts = list(output.num_scheduled_tokens.values())
         self._counters.add("scheduler_steps")
         self._counters.add("scheduler_scheduled_tokens", output.total_num_scheduled_tokens)
+        mask_rows, masks = (EMPTY, EMPTY) if self._config.single_step else self._masks(output)
         return PartialSchedule(
             step=number,
             rows=pack_ints(rows),
@@ -391,6 +438,8 @@ class VllmScheduler:
             new=new,
             resumed=resumed,
             more=self._expects_more(),
+            mask_rows=mask_rows,
+            masks=masks,
         )
 
     def _start(self, entry: _Entry, num_cached: int, now: float) -> RequestStarted:
@@ -445,7 +494,8 @@ class VllmScheduler:
                     outbox.ended(self._forget(entry, "closed"))
                 elif entry.vllm.is_finished():
                     reason = cast(FinishReason, str(output.finish_reason))
-                    outbox.ended(self._forget(entry, reason, output.stop_reason))
+                    why = ("grammar", NOT_ALLOWED) if reason == "error" else ("", "")
+                    outbox.ended(self._forget(entry, reason, output.stop_reason, *why))
                 elif output.finish_reason is not None:  # the end of a session's turn
                     self._leave_row(entry)
         num_delivered = sum(map(len, delivered.values()))

@@ -41,6 +41,11 @@ class Waiting:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def offers_any(self) -> bool:
+        """Whether there is one that waits for nothing but a row."""
+        return self.first() is not None
+
     def add(self, request: Request) -> None:
         """Let a new request wait."""
         self._insert(request, self.next_place())
@@ -65,15 +70,11 @@ class Waiting:
         self._size += 1
         self.num_tokens += request.tokens.size
         self.num_computed += _computed(request)
-        if not request.grammar_pending:
-            self._offer(request)
+        if not request.ticket:
+            self.offer(request)
 
-    def ready(self, request: Request) -> None:
-        """A request that waited for its grammar is to be offered from now on."""
-        request.grammar_pending = False
-        self._offer(request)
-
-    def _offer(self, request: Request) -> None:
+    def offer(self, request: Request) -> None:
+        """A request that waited for its grammar may get a row from now on."""
         heapq.heappush(self._heap, _Entry(request.place, next(self._serial), request))
 
     def first(self) -> Request | None:

@@ -41,12 +41,13 @@ def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(folder, vocab)
+    write_tokenizer(folder, vocab)
     save_file(_weights(config, np.random.default_rng(seed)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab: dict[str, int]) -> None:
+def write_tokenizer(folder: Path, vocab: dict[str, int]) -> None:
+    """A tokenizer of single characters, by their names in GPT-2's alphabet of bytes."""
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

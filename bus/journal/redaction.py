@@ -14,7 +14,7 @@ import numpy as np
 from bus.core import Peer
 from bus.journal.blocks import FRAME, frame
 from bus.journal.records import ENCODER, TURN_DECODER, EffectRecord, Turn
-from bus.messages import MultimodalFeature
+from bus.messages import GRAMMAR_FAULT, MultimodalFeature
 from bus.prefix import HASH_BYTES, block_hashes, split_hashes
 
 TOKENS = frozenset(
@@ -35,7 +35,7 @@ TOKENS = frozenset(
         "tokens",
     }
 )
-TEXTS = frozenset({"bad_words", "cache_salt", "hash", "messages", "spec", "stop", "text"})
+TEXTS = frozenset({"bad_words", "cache_salt", "grammar_error", "hash", "messages", "spec", "stop", "text"})
 NAMES = frozenset({"block_hashes", "removed", "stored"})
 PLAIN = frozenset(
     {
@@ -45,6 +45,7 @@ PLAIN = frozenset(
         "counts",
         "handles",
         "indices",
+        "mask_rows",
         "num_drafts",
         "num_tokens",
         "positions",
@@ -55,7 +56,9 @@ PLAIN = frozenset(
         "values",
     }
 )
-"""Fields of bytes that say nothing of any text; bytes in other fields become zeros."""
+"""Fields of bytes that say nothing of any text."""
+ZEROS = frozenset({"masks"})
+"""Fields of bytes that become zeros, as bytes in fields not named here do."""
 TRUE_NAMES = "true_block_hashes"
 """Field that an `AddRequest` gets: hashes of the names it had, as `KvEvents` has them. Its ``block_hashes`` become the
 names for the tokens that stand there now."""
@@ -88,6 +91,8 @@ class Redactor:
             return self._tokens(value)
         if name in TEXTS:
             return self._text(value)
+        if name == "message" and isinstance(value, str) and value.startswith(GRAMMAR_FAULT):
+            return GRAMMAR_FAULT + self._hash(value.removeprefix(GRAMMAR_FAULT).encode()).hex()
         if name == "logit_bias" and value is not None:
             return {self._tokens(token): bias for token, bias in value.items()}
         if name == "stop_reason":

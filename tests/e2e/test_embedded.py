@@ -189,7 +189,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": [], "max_tokens": 1}, ""),
     ("/v1/completions", {"prompt": [99999], "max_tokens": 1}, ""),
     ("/v1/chat/completions", {"messages": "hello"}, ""),
-    ("/v1/chat/completions", {"messages": FRANCE, "response_format": {"type": "json_object"}}, "structured"),
+    ("/v1/chat/completions", {"messages": FRANCE, "structured_outputs": {"regex": "("}}, "the grammar cannot be used"),
 ]
 
 

@@ -124,10 +124,8 @@ def test_each_token_that_a_row_draws_has_its_own_mask(driver: Driver) -> None:
     assert all(token % 5 == n % 5 for tokens in expected.values() for n, token in enumerate(tokens))
     begin(driver)
     first, second = rows
-    given = {
-        where: [token]
-        for where, token in driver.step(dict.fromkeys(rows, 5), dict.fromkeys(rows, [range(0, 259, 5)])).items()
-    }
+    prefilled = driver.step(dict.fromkeys(rows, len(PROMPT)), {where: allowed(0, 1) for where in rows})
+    given = {where: [token] for where, token in prefilled.items()}
     while (n := len(given[first])) < 12:
         right = expected[first][n : n + 2]
         drafts = [*right, n % 5 + 5]  # the last may be wrong

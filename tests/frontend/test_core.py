@@ -130,7 +130,6 @@ def test_unseeded_requests_get_different_seeds_and_the_same_again_in_a_replay() 
         ({"params": m.GenerateParams(stop=["x"])}, "stop needs text"),
         ({"params": m.GenerateParams(bad_words=["x"])}, "bad_words needs text"),
         ({"params": m.GenerateParams(prompt_logprobs=1)}, "prompt_logprobs"),
-        ({"params": m.GenerateParams(grammar=m.Grammar(kind="json_object"))}, "structured"),
         ({"rank": 5}, "rank 5 takes no requests now; ranks that do: 0, 1"),
     ],
 )

@@ -301,7 +301,14 @@ def test_logprobs(server: Server) -> None:
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "non-negative"),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "does not exist"),
         ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
-        ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}, 501, "structured output is not"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": []}}, 400, "choice is empty"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"json_object": False}}, 400, "json_object is false"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"json": "{}", "disable_additional_properties": True}},
+            400,
+            "disable_additional_properties is not supported",
+        ),
         ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, 501, "`prompt_logprobs`"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"a": 1}}, 501, "`vllm_xargs`"),
         ("/v1/completions", {"prompt": "a", "priority": REFUSED}, 400, "the toy refuses this"),
@@ -312,6 +319,35 @@ def test_refused_at_once(server: Server, path: str, body: Any, status: int, sent
     answer = json.loads(response.read())
     assert response.status == status == answer["error"]["code"]
     assert sentence in answer["error"]["message"]
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+TAGS = {"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]}
+ASKED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_object"}}, "json_object", ""),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}}}, "json", PERSON),
+    ({"response_format": {"type": "structural_tag", **TAGS}}, "structural_tag", {"type": "structural_tag", **TAGS}),
+    ({"structured_outputs": {"json": PERSON}}, "json", PERSON),
+    (
+        {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}},
+        "json",
+        {**PERSON, "x-guidance": {"whitespace_flexible": False}},
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+]
+
+
+@pytest.mark.parametrize(("asked", "kind", "spec"), ASKED)
+def test_structured_output_is_the_ranks_to_compile(server: Server, asked: dict[str, Any], kind: str, spec: Any) -> None:
+    """None of vLLM's own compilers looks at it: they are more libraries, and refuse what llguidance can."""
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0} | asked
+    assert server.post("/v1/chat/completions", body)[0] == 200
+    grammar = server.wait_call("AddCall")["sampling"]["grammar"]
+    assert grammar["kind"] == kind
+    found = grammar.get("spec", "")
+    assert (json.loads(found) if found.startswith(("{", "[")) else found) == spec
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": 3}', b'{"prompt": "a", "n": "x"}'])
@@ -435,7 +471,11 @@ def test_text_requests_of_the_client_bus(server: Server) -> None:
         ({"text": "abc", "params": {"max_tokens": 1023}}, "invalid", "at most 1021 are possible"),
         ({"text": "a", "params": {"temperature": -1}}, "invalid", "temperature"),
         ({"text": "a", "params": {"seed": -1}}, "invalid", "seed"),
-        ({"text": "a", "params": {"grammar": {"kind": "json_object"}}}, "unsupported", "structured output"),
+        (
+            {"text": "a", "params": {"grammar": {"kind": "choice", "spec": "a"}}},
+            "invalid",
+            "choice must be a JSON list",
+        ),
         ({"text": "a", "priority": FAILS}, "unavailable", "the toy has lost this"),
     ],
 )

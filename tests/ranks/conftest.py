@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,8 +10,15 @@ from bus.counters import Counters
 from bus.messages import KvPool
 from ranks.native import NativeScheduler
 from ranks.scheduler import Scheduler
+from tests.ranks.toy import write_vocabulary
 
 MakeScheduler = Callable[..., Scheduler]
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's vocabulary in a model folder."""
+    return write_vocabulary(tmp_path_factory.mktemp("toy") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ class OracleMaker:
         scheduler = kind(
             vllm_config=vllm_config,
             kv_cache_config=kv_config,
-            structured_output_manager=self._engine.no_grammars(),
+            structured_output_manager=self._engine.grammars(),
             block_size=settings.block_size,
             log_stats=True,
         )

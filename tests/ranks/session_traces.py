@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,12 +19,14 @@ import numpy as np
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, KvPool, MultimodalFeature, Outputs, Sampling, StopTurn
+from bus.messages import AppendInput, Grammar, KvPool, MultimodalFeature, Outputs, Sampling, StopTurn
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
+from ranks.grammars import Grammars, Matcher
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
-from tests.ranks.toy import VOCAB, NextToken, ToyExecutor, next_token, request
+from tests.ranks.toy import GRAMMARS, VOCAB, NextToken, ToyExecutor, allowed_token, next_token, request
+from tests.tiny_model import EOS
 
 MAX_MODEL_LEN = 64
 
@@ -36,6 +39,11 @@ class Input:
     sampling: Sampling
     sequence: int = 0
     features: list[MultimodalFeature] = field(default_factory=list)
+    matcher: Matcher | None = None
+    """How far its output is in its grammar, if it has one and that was compiled."""
+
+
+BAD = Grammar(kind="regex", spec="(")
 
 
 @dataclass
@@ -58,10 +66,17 @@ class SessionTrace:
     """One rank's life from a seed."""
 
     def __init__(
-        self, seed: int, pool: KvPool | None = None, next_token: NextToken = next_token, **settings: Any
+        self,
+        seed: int,
+        pool: KvPool | None = None,
+        next_token: NextToken = next_token,
+        vocabulary: Path | None = None,
+        **settings: Any,
     ) -> None:
+        """With `vocabulary`, a folder with the toy's, many turns have grammars, good ones and bad ones."""
         self.next_token = next_token
         self.draw = draw = random.Random(seed)
+        self.has_grammars = vocabulary is not None
         drawn = {
             "max_num_seqs": draw.choice([1, 2, 5]),
             "max_num_batched_tokens": draw.choice([5, 12, 40]),
@@ -70,7 +85,9 @@ class SessionTrace:
             "long_prefill_token_threshold": draw.choice([0, 3]),
             "enable_prefix_caching": draw.random() < 0.6,
         }
-        self.config = Config(**drawn | settings)
+        self.config = Config(model=str(vocabulary), **drawn | settings)
+        self.grammars = Grammars(self.config)
+        self.compiling: list[tuple[int, Grammar, int, Input]] = []
         num_blocks = draw.choice([5, 8, 12, 60])
         self.pool = pool or KvPool(num_blocks=num_blocks, block_size=8, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
         self.max_len = min(self.pool.max_model_len, self.pool.num_blocks * self.pool.block_size)
@@ -85,7 +102,9 @@ class SessionTrace:
         """Names of blocks that have only tokens which will stay."""
         self.refused: list[int] = []
         """Messages whose inputs the model refuses late, since frontends were last told."""
-        self.counts = dict.fromkeys(("turns", "stopped", "empty", "late refusals", "closed", "named"), 0)
+        self.counts = dict.fromkeys(
+            ("turns", "stopped", "empty", "late refusals", "closed", "named", "masked", "bad"), 0
+        )
 
     def run(self, num_sessions: int, num_turns: int) -> None:
         for handle in range(num_sessions):
@@ -120,7 +139,10 @@ class SessionTrace:
     def sampling(self) -> Sampling:
         draw = self.draw
         stops = draw.sample(range(VOCAB), draw.choice([0, 4, 20]))
-        return Sampling(seed=0, max_tokens=draw.choice([1, 2, 5, 12, 60]), stop_token_ids=stops)
+        sampling = Sampling(seed=0, max_tokens=draw.choice([1, 2, 5, 12, 60]), stop_token_ids=stops)
+        if not self.has_grammars or draw.random() < 0.4:
+            return sampling
+        return msgspec.structs.replace(sampling, grammar=draw.choice([*GRAMMARS, BAD]), eos_token_id=EOS)
 
     def tokens(self, most: int = 14) -> list[int]:
         if self.draw.random() < 0.15:
@@ -138,10 +160,50 @@ class SessionTrace:
         prompt = self.tokens(20) if prompt is None else prompt
         sampling = sampling or self.sampling()
         features = self.features(len(prompt))
-        message = request(handle, prompt, sampling.max_tokens, resumable=True, stop_token_ids=sampling.stop_token_ids)
-        self.scheduler.add(handle % 3, msgspec.structs.replace(message, mm_features=features), 0.0)
-        self.models[handle] = Model(sampling, [], None, turn=0, queued=deque([Input(prompt, sampling, 0, features)]))
+        message = request(handle, prompt, resumable=True)
+        message = msgspec.structs.replace(message, mm_features=features, sampling=sampling)
+        self.scheduler.add(handle % 3, message, 0.0)
+        what = Input(prompt, sampling, 0, features)
+        self.have_compiled(handle, what)
+        self.models[handle] = Model(sampling, [], None, turn=0, queued=deque([what]))
         self.go_on(handle)
+
+    def have_compiled(self, handle: int, what: Input) -> None:
+        asked = self.scheduler.take_grammars()
+        assert len(asked) == (what.sampling.grammar is not None and len(what.tokens) > 0)
+        self.compiling += [(*item, handle, what) for item in asked]
+
+    def compile(self) -> None:
+        """A grammar is compiled, or cannot be, while its turn waits for that, waits its turn, or is over."""
+        ticket, grammar, handle, what = self.compiling.pop(self.draw.randrange(len(self.compiling)))
+        fault = "it is bad" if grammar is BAD else ""
+        ended = self.scheduler.compiled(ticket, None if fault else self.grammars.compile(grammar), fault)
+        model = self.models.get(handle)
+        place = next((place for place, item in enumerate(model.queued) if item is what), None) if model else None
+        if model is None or (model.present is not what and place is None):
+            assert not ended
+            return
+        if not fault:
+            what.matcher = self.grammars.compile(grammar)
+            return
+        self.counts["bad"] += 1
+        if what.sequence == 0:
+            assert [(item.ended.handle, item.ended.code) for item in ended] == [(handle, "invalid")]
+            self.end(handle, "error")
+            return
+        self.refused = [what.sequence]
+        if place is not None:
+            del model.queued[place]
+        else:
+            model.present = None
+            model.turn -= 1
+            del model.features[len(model.features) - len(what.features) :]
+            self.go_on(handle)
+        outputs, refused = self.scheduler.take_turns()
+        assert [item.sequence for item in refused] == self.refused
+        assert "it is bad" in refused[0].sentence
+        for frontend, message in outputs:
+            self.hear(frontend, message)
 
     def append(self, handle: int, tokens: list[int] | None = None, own: Sampling | None = None) -> str:
         """Returns the sentence with which it is refused, if it is."""
@@ -166,6 +228,7 @@ class SessionTrace:
         if sentence:
             assert model.closing or str(self.max_len) in sentence
             return sentence
+        self.have_compiled(handle, what)
         model.queued.append(what)
         self.go_on(handle)
         return ""
@@ -251,7 +314,13 @@ class SessionTrace:
             assert model.present is not None, "a token came between turns"
             everything = [*model.context, *model.present.tokens, *model.output]
             assert self.reason(model) is None, "a token came after the end of the turn"
-            assert token == self.next_token(everything)
+            expected = self.next_token(everything)
+            if model.present.sampling.grammar is not None:
+                assert model.present.matcher is not None
+                expected = allowed_token(expected, model.present.matcher.masks([])[0])
+                assert model.present.matcher.accept([token])
+                self.counts["masked"] += 1
+            assert token == expected
             model.output.append(token)
         for started in message.started:
             assert self.models[started.handle].present is not None
@@ -295,6 +364,8 @@ class SessionTrace:
         sampling = model.present.sampling
         if not model.output:
             return None
+        if model.output[-1] == sampling.eos_token_id:
+            return "stop", None
         if model.output[-1] in sampling.stop_token_ids:
             return "stop", model.output[-1]
         length = len(model.context) + len(model.present.tokens) + len(model.output)
@@ -329,6 +400,9 @@ class SessionTrace:
     def move(self, quiet: bool = False) -> bool:
         """Schedule as far as it goes and perhaps take a result; whether there was anything."""
         moved = False
+        while self.compiling and (quiet or self.draw.random() < 0.3):
+            self.compile()
+            moved = True
         while len(self.executor.results) < self.config.async_depth:
             schedule = self.scheduler.schedule(self.step, 0.0)
             moved |= self.take_turns()

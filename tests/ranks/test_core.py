@@ -19,6 +19,7 @@ from bus.messages import (
     FinishReason,
     FinishRequests,
     GetPauseState,
+    Grammar,
     GrammarBitmask,
     HasFinishedRequests,
     Ints,
@@ -70,6 +71,7 @@ class FakeScheduler:
         self.turns: StepOutputs = []
         self.refused: list[RefusedTurn] = []
         self.changes = KvChanges(b"", b"", False)
+        self.compiled_with: list[tuple[int, Any, str]] = []
         self.names = b""
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
@@ -94,6 +96,13 @@ class FakeScheduler:
         ended = TurnEnded(handle=stop.handle, turn=stop.turn, reason="interrupted", kept_tokens=stop.n)
         self.turns = [(frontend, Outputs(turns=[ended]))]
         self.refused = [RefusedTurn(frontend, stop.handle, stop.sequence - 1, "there is no room")]
+
+    def take_grammars(self) -> list[tuple[int, Grammar]]:
+        return [(key[1], r.sampling.grammar) for key, r in self.requests.items() if r.sampling.grammar is not None]
+
+    def compiled(self, ticket: int, matcher: Any, fault: str) -> list[Ended]:
+        self.compiled_with.append((ticket, matcher, fault))
+        return self._finish([(0, ticket)], "error", "invalid", fault) if fault else []
 
     def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
         turns, refused, self.turns, self.refused = self.turns, self.refused, [], []

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,11 +11,13 @@ import numpy as np
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import KvPool, Sampling
+from bus.messages import Grammar, KvPool, Sampling
 from bus.prefix import split_hashes
 from bus.wire import unpack_ints
+from ranks.grammars import Grammars
 from ranks.native import NativeScheduler
-from tests.ranks.toy import VOCAB, NextToken, ToyExecutor, generate, next_repeating, next_token, request
+from tests.ranks.toy import GRAMMARS, VOCAB, NextToken, ToyExecutor, generate, next_repeating, next_token, request
+from tests.tiny_model import EOS
 
 MAX_MODEL_LEN = 48
 
@@ -21,10 +25,20 @@ MAX_MODEL_LEN = 48
 class Trace:
     """One rank's life from a seed. Every token is checked when it comes, everything is clean when it ends."""
 
-    def __init__(self, make: Callable[..., Any], seed: int, model: NextToken = next_token, **settings: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        seed: int,
+        model: NextToken = next_token,
+        vocabulary: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """With `vocabulary`, a folder with the toy's, half of the requests have grammars."""
         self.model = model
         self.draw = random.Random(seed)
+        self.has_grammars = vocabulary is not None
         self.config = Config(
+            model=str(vocabulary),
             max_num_seqs=self.draw.choice([1, 2, 5]),
             max_num_batched_tokens=self.draw.choice([5, 12, 40]),
             policy=self.draw.choice(["fcfs", "priority"]),
@@ -47,6 +61,11 @@ class Trace:
         self.output: dict[int, list[int]] = {}
         self.names: set[bytes] = set()
         self.aborted = 0
+        self.compiling: list[tuple[int, Grammar]] = []
+
+    def compile(self, grammar: Grammar) -> Any:
+        scheduler = self.scheduler
+        return (scheduler._grammars if isinstance(scheduler, NativeScheduler) else scheduler._engine).compile(grammar)
 
     def run(self, num_requests: int) -> None:
         for handle in range(num_requests):
@@ -69,7 +88,12 @@ class Trace:
         options: dict[str, Any] = {"max_tokens": self.draw.randrange(1, 25)}
         if self.draw.random() < 0.5:
             options["stop_token_ids"] = [self.draw.randrange(VOCAB) for _ in range(4)]
-        self.expected[handle] = generate(prompt, Sampling(seed=0, **options), self.max_model_len, self.model)
+        matcher = None
+        if self.has_grammars and self.draw.random() < 0.5:
+            options["grammar"] = self.draw.choice(GRAMMARS)
+            options["eos_token_id"] = EOS
+            matcher = Grammars(self.config).compile(options["grammar"])
+        self.expected[handle] = generate(prompt, Sampling(seed=0, **options), self.max_model_len, self.model, matcher)
         self.output[handle] = []
         if self.draw.random() < 0.1 and len(self.expected[handle][0]) > 2:
             self.output[handle] = self.expected[handle][0][: self.draw.randrange(1, len(self.expected[handle][0]))]
@@ -77,6 +101,7 @@ class Trace:
             handle, prompt, output=self.output[handle], priority=self.draw.choice([0, 0, 0, 1, -1]), **options
         )
         self.scheduler.add(handle % 3, message, 0.0)
+        self.compiling += self.scheduler.take_grammars()
 
     def turn(self, quiet: bool = False) -> bool:
         """One thing a rank may do; whether anything was left to do."""
@@ -90,6 +115,10 @@ class Trace:
             self.turn()
             self.scheduler.set_pause("unpaused")
         sent = False
+        while self.compiling and (quiet or self.draw.random() < 0.3):
+            ticket, grammar = self.compiling.pop(self.draw.randrange(len(self.compiling)))
+            assert self.scheduler.compiled(ticket, self.compile(grammar), "") == []
+            sent = True
         while len(self.executor.results) < self.config.async_depth:
             schedule = self.scheduler.schedule(self.step, 0.0)
             if schedule is None:
@@ -134,6 +163,39 @@ class Trace:
         self.names = (self.names | stored) - removed
 
 
+def make_native(config: Config, pool: KvPool, counters: Counters) -> NativeScheduler:
+    """A scheduler that leaves one block of the pool unused, as vLLM's does."""
+    return NativeScheduler(config, msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1), counters)
+
+
+def test_random_traces_with_grammars(make_scheduler: Callable[..., Any], toy_model: Path) -> None:
+    play_with_grammars(range(1000, 1040), lambda seed: Trace(make_scheduler, seed, vocabulary=toy_model))
+
+
+def test_random_traces_with_grammars_and_drafts(toy_model: Path) -> None:
+    settings: dict[str, Any] = {"speculation": "ngram", "prompt_lookup_min": 1, "vocabulary": toy_model}
+    make = partial(Trace, make_native, model=next_repeating, **settings)
+    traces = play_with_grammars(range(2000, 2040), lambda seed: make(seed=seed))
+    assert sum(trace.executor.accepted > 0 for trace in traces) >= 20
+    assert sum(trace.executor.rejected > 0 for trace in traces) >= 20
+
+
+def play_with_grammars(seeds: range, make: Callable[[int], Trace]) -> list[Trace]:
+    traces = [make(seed) for seed in seeds]
+    for seed, trace in zip(seeds, traces, strict=True):
+        try:
+            trace.run(num_requests=12)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert sum(trace.counters.snapshot().get("scheduler_preemptions", 0) > 0 for trace in traces) >= 8
+    assert sum(trace.aborted > 0 for trace in traces) >= 8
+    assert sum(trace.executor.resumed > 0 for trace in traces) >= 8
+    assert sum(trace.executor.masked > 20 for trace in traces) >= 20
+    assert sum(any(reason == "stop" for _, reason in trace.expected.values()) for trace in traces) >= 20
+    return traces
+
+
 def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
     seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0}
     for seed in range(60):
@@ -155,13 +217,12 @@ def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
 def test_random_traces_with_drafts() -> None:
     """Drafts change how many steps a request takes, and nothing else."""
 
-    def make(config: Config, pool: KvPool, counters: Counters) -> NativeScheduler:
-        return NativeScheduler(config, msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1), counters)
-
     seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0, "accepted": 0, "rejected": 0}
     for seed in range(60):
         most = 1 + seed % 5
-        trace = Trace(make, seed, next_repeating, speculation="ngram", num_speculative_tokens=most, prompt_lookup_min=1)
+        trace = Trace(
+            make_native, seed, next_repeating, speculation="ngram", num_speculative_tokens=most, prompt_lookup_min=1
+        )
         try:
             trace.run(num_requests=12)
         except Exception as error:

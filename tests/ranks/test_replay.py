@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from bus import messages as m
 from bus.config import Config
-from bus.core import Drained, Peer, PeerDown, PeerUp, Received, Send, Tick
+from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send, Tick
 from bus.counters import Counters
 from bus.journal.items import items, step_of
 from bus.journal.reader import Journal, Record, find_one
@@ -20,11 +21,15 @@ from bus.prefix import block_hashes
 from bus.replay import Replay
 from bus.replay_command import main, replay
 from bus.wire import pack_floats, pack_ints, unpack_ints
+from ranks.compiling import Compile, Compiled, plain
 from ranks.core import RankCore
+from ranks.grammars import Grammars, Matcher, Vocabulary
 from ranks.planning import Planner
 from ranks.replay import Construction, NativeSchedulers, subject
 from tests.journals import INCARNATION, Inline, Recording, Twins, model
-from tests.ranks.toy import VOCAB, ToyExecutor, next_repeating, next_token
+from tests.ranks.session_traces import BAD
+from tests.ranks.toy import GRAMMARS, VOCAB, ToyExecutor, next_repeating, next_token
+from tests.tiny_model import EOS
 
 CONFIG = Config(scheduler="native", max_num_seqs=6, max_num_batched_tokens=32, block_size=8)
 POOL = m.KvPool(num_blocks=24, block_size=8, max_model_len=96, vocab_size=VOCAB)
@@ -51,9 +56,18 @@ COMMANDS = (
 class Traffic:
     """A rank under random traffic, with the toy model behind it."""
 
-    def __init__(self, seed: int, core: Any, config: Config = CONFIG) -> None:
+    def __init__(
+        self,
+        seed: int,
+        core: Any,
+        config: Config = CONFIG,
+        compile: Callable[[m.Grammar], Any] | None = None,
+    ) -> None:
+        """With `compile` some requests have grammars; it gives what comes back with the compiled ones."""
         self._config = config
         self._random = random.Random(seed)
+        self._compile = compile
+        self._asked: list[Compile] = []
         self._has_sessions = seed % 2 == 1
         self._core = core
         self._now = 1.0
@@ -64,6 +78,8 @@ class Traffic:
         self._frontends = [self._start("command", "frontend", index) for index in range(2)]
         self._begin_executor()
         kinds = {self._add: 6, self._result: 20, self._abort: 1, self._command: 2, self._tick: 1}
+        if self._compile is not None:
+            kinds[self._compiled] = 10
         if self._has_sessions:
             kinds |= {self._append: 4, self._stop: 2}
         rare = {events // 3: self._lose_frontend, events // 2: self._lose_executor}
@@ -76,6 +92,19 @@ class Traffic:
         for effect in self._core.handle(event):
             if isinstance(effect, Send) and isinstance(effect.message, m.PartialSchedule):
                 self._executor.run(effect.message)
+            if isinstance(effect, Compile):
+                self._asked.append(effect)
+
+    def _compiled(self) -> None:
+        """A grammar comes back, or why it does not; the executor that its request ran on may be gone."""
+        if not self._asked or self._compile is None:
+            return
+        asked = self._asked.pop(self._random.randrange(len(self._asked)))
+        if asked.grammar is BAD:
+            done = Compiled(asked.scheduler, asked.ticket, "it is bad")
+        else:
+            done = Compiled(asked.scheduler, asked.ticket, matcher=self._compile(asked.grammar))
+        self._feed(Posted(done))
 
     def _start(self, bus: str, role: Any, index: int) -> Peer:
         self._starts += 1
@@ -114,6 +143,8 @@ class Traffic:
             stop_token_ids=draw.sample(range(VOCAB), draw.choice([0, 0, 2])),
             logprobs=draw.choice([None, 1]),
         )
+        if self._compile is not None and draw.random() < 0.4:
+            sampling = msgspec.structs.replace(sampling, eos_token_id=EOS, grammar=draw.choice([*GRAMMARS, BAD]))
         request = m.AddRequest(
             handle=self._handle,
             sequence=self._handle,
@@ -174,12 +205,16 @@ def build(config: Config = CONFIG) -> RankCore:
     return RankCore(1, config, NativeSchedulers(config, counters), counters)
 
 
-def record(folder: Path, seed: int, events: int, **settings: Any) -> Journal:
+def record(folder: Path, seed: int, events: int, vocabulary: Path | None = None, **settings: Any) -> Journal:
+    """With `vocabulary`, a model folder, there are requests with grammars."""
     config = msgspec.structs.replace(CONFIG, **settings)
+    if vocabulary is not None:
+        config = msgspec.structs.replace(config, model=str(vocabulary))
     core = build(config)
     me = Identity("rank", 1, INCARNATION)
-    recording = Recording(folder, me, core, Construction(), config, model=model(VOCAB))
-    Traffic(seed, recording, config).run(events)
+    construction = Construction(vocabulary and Vocabulary.of(vocabulary))
+    recording = Recording(folder, me, core, construction, config, plain, model(VOCAB))
+    Traffic(seed, recording, config, vocabulary and Grammars(config).compile).run(events)
     return recording.end()
 
 
@@ -207,6 +242,47 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int, settings: dict[
     assert any(item.type == "PartialSchedule" and rare in item.fields for item in said)
     tried = any(item.type == "PartialSchedule" and "drafts" in item.fields for item in said)
     assert tried == ("speculation" in settings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", [{}, {"journal_redact": True}, {"async_depth": 1}])
+def test_requests_with_grammars_replay_without_a_difference(
+    tmp_path: Path, toy_model: Path, seed: int, settings: dict[str, Any]
+) -> None:
+    journal = record(tmp_path, seed, 1000, toy_model, **settings)
+    outcome = replay(journal, journal.header())
+    assert outcome.difference is None
+    assert outcome.damage is None
+    said = [item for record in journal.records() for item in items(record.turn)]  # type: ignore[union-attr]
+    assert sum("mask_rows" in item.fields for item in said if item.type == "PartialSchedule") > 3
+    assert {item.type for item in said} >= {"Compile", "Compiled"}
+
+
+def test_a_wrong_mask_is_a_difference(tmp_path: Path, toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = record(tmp_path, 0, 300, toy_model)
+    right = Matcher._mask
+    monkeypatch.setattr(Matcher, "_mask", lambda self, matcher: bytes([255]) + right(self, matcher)[1:])
+    difference = replay(journal, journal.header()).difference
+    assert difference is not None
+    assert difference.recorded is not None
+    assert difference.recorded.type == "PartialSchedule"
+
+
+def test_the_header_names_the_vocabulary_that_a_replay_needs(
+    tmp_path: Path, toy_model: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = record(tmp_path, 0, 200, toy_model)
+    assert main(["rank", journal.name, "--model", str(tiny_model)]) == 2
+    told = capsys.readouterr().err
+    assert Vocabulary.of(toy_model).digest in told
+    assert Vocabulary.of(tiny_model).digest in told
+    assert main(["rank", journal.name, "--model", str(tmp_path / "nowhere")]) == 2
+    assert "llguidance, and a vocabulary: model's, of 50 tokens" in capsys.readouterr().err
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (elsewhere / name).write_bytes((toy_model / name).read_bytes())
+    assert main(["rank", journal.name, "--model", str(elsewhere)]) == 0
 
 
 def test_a_flipped_comparison_is_found_at_the_step_where_it_first_matters(
@@ -248,6 +324,13 @@ def test_a_restored_core_goes_on_as_the_one_that_was_captured(seed: int) -> None
     config = msgspec.structs.replace(CONFIG, **(DRAFTS if seed > 1 else {}))
     twins = Twins(lambda: build(config))
     Traffic(seed, twins, config).run(400)
+    assert twins.compared > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_restored_core_goes_on_in_the_middle_of_grammars(seed: int, toy_model: Path) -> None:
+    twins = Twins(lambda: build(msgspec.structs.replace(CONFIG, model=str(toy_model))))
+    Traffic(seed, twins, compile=lambda grammar: None).run(400)
     assert twins.compared > 10
 
 

@@ -1,5 +1,7 @@
 """Sessions on the native scheduler: every corner of docs/sessions.md that no frontend is needed for."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from bus.wire import pack_ints
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
 from tests.ranks.session_traces import SessionTrace, play, refusal
-from tests.ranks.toy import VOCAB, next_repeating, request
+from tests.ranks.toy import VOCAB, next_repeating, next_token, request
 
 EVERY_TOKEN = list(range(VOCAB))
 SOON = Sampling(seed=0, max_tokens=3)
@@ -46,7 +48,7 @@ def count(trace: SessionTrace, what: str) -> int:
 @pytest.mark.timeout(300)
 def test_random_sessions() -> None:
     happened = play(SessionTrace, range(40), num_sessions=8, num_turns=25)
-    del happened["accepted"], happened["rejected"]
+    del happened["accepted"], happened["rejected"], happened["masked"], happened["bad"]
     assert min(happened.values()) >= 10, happened
 
 
@@ -59,7 +61,19 @@ def test_random_sessions_with_drafts() -> None:
         return SessionTrace(seed, next_token=next_repeating, **settings)
 
     happened = play(life, range(25), num_sessions=8, num_turns=25)
+    del happened["masked"], happened["bad"]
     assert min(happened.values()) >= 10, happened
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_random_sessions_whose_turns_have_grammars(toy_model: Path, speculation: str) -> None:
+    model = next_token if speculation == "off" else next_repeating
+    life = partial(SessionTrace, next_token=model, vocabulary=toy_model, speculation=speculation, prompt_lookup_min=1)
+    happened = play(life, range(500, 525), num_sessions=8, num_turns=25)
+    if speculation == "off":
+        del happened["accepted"], happened["rejected"]
+    assert min(happened.values()) >= 5, happened
 
 
 @pytest.mark.parametrize("async_depth", [1, 2])

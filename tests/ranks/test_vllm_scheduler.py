@@ -9,7 +9,7 @@ import pytest
 
 from bus.config import Config
 from bus.counters import Counters
-from bus.messages import AppendInput, Grammar, KvPool, Logprobs, Sampling, StepResult
+from bus.messages import AppendInput, KvPool, Logprobs, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import BrokenResult, Refused
@@ -307,7 +307,6 @@ def test_a_pool_of_one_block_serves_nothing(make_scheduler: MakeScheduler) -> No
         (5, {"top_p": 0.0}, "top_p 0.0 is not allowed"),
         (5, {"stop_token_ids": [VOCAB]}, "stop_token_ids names token 50"),
         (5, {"output": [VOCAB]}, "token ids outside the vocabulary"),
-        (5, {"grammar": Grammar(kind="json_object")}, "only available in single-step mode"),
     ],
 )
 def test_what_can_never_be_served_is_refused(

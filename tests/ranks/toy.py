@@ -5,17 +5,37 @@ The toy KV cache holds at each place a hash of the tokens up to there; before a 
 be in its blocks. The real executor's merge looks at every schedule too, and must see the same positions and blocks.
 """
 
+import json
+import string
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
-from bus.messages import EMPTY, AddRequest, ContinueRow, KvPool, PartialSchedule, Sampling, StepResult
+import numpy as np
+
+from bus.messages import (
+    EMPTY,
+    AddRequest,
+    ContinueRow,
+    Grammar,
+    KvPool,
+    NewRow,
+    PartialSchedule,
+    ResumeRow,
+    Sampling,
+    StepResult,
+)
 from bus.wire import pack_ints, unpack_ints
 from executor.merge import Limits, Merger, Part
 from executor.rows import Rows
+from tests.tiny_model import SPECIAL, write_tiny_llama, write_tokenizer
 
-VOCAB = 50
+CHARACTERS = '{}[]",:-.!' + string.digits + string.ascii_lowercase
+VOCAB = len(SPECIAL) + len(CHARACTERS) + 1
+"""50: special ones, these characters, and the space, which tokenizers write otherwise."""
 
 NextToken = Callable[[list[int]], int]
 
@@ -40,14 +60,44 @@ def next_repeating(tokens: list[int]) -> int:
     return blake2b(repr(state).encode(), digest_size=1).digest()[0] % VOCAB
 
 
+def allowed_token(token: int, mask: bytes) -> int:
+    """The token, or if the mask does not allow it, the next that it does."""
+    allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:VOCAB]
+    assert allowed.any()
+    return int(next(other % VOCAB for other in range(token, token + VOCAB) if allowed[other % VOCAB]))
+
+
+def write_vocabulary(folder: Path) -> Path:
+    """A model folder as far as grammars need one: the toy's tokens, and which of them ends a text."""
+    write_tiny_llama(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    write_tokenizer(folder, {token: place for place, token in enumerate([*SPECIAL, *CHARACTERS, "\u0120"])})
+    return folder
+
+
+GRAMMARS = (
+    Grammar(kind="regex", spec="[a-e]{2,9}(-[0-9]{1,3})*!"),
+    Grammar(kind="choice", spec='["yes", "yellow", "no"]'),
+    Grammar(kind="json", spec='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+)
+
+
 def generate(
-    prompt: list[int], sampling: Sampling, max_model_len: int, model: NextToken = next_token
+    prompt: list[int],
+    sampling: Sampling,
+    max_model_len: int,
+    model: NextToken = next_token,
+    matcher: Any = None,
 ) -> tuple[list[int], str]:
-    """What a request must give, and why it ends."""
+    """What a request must give, and why it ends. `matcher` is at the beginning of its grammar."""
     tokens = list(prompt)
     output: list[int] = []
     while True:
         token = model(tokens)
+        if matcher is not None:
+            token = allowed_token(token, matcher.masks([])[0])
+            assert matcher.accept([token])
         tokens.append(token)
         output.append(token)
         if token == sampling.eos_token_id or token in sampling.stop_token_ids:
@@ -85,6 +135,7 @@ class _Row:
     tokens: list[int]
     position: int
     blocks: list[int]
+    constrained: bool
 
 
 @dataclass
@@ -109,6 +160,7 @@ class ToyExecutor:
     cached: int = 0
     accepted: int = 0
     rejected: int = 0
+    masked: int = 0
 
     def __post_init__(self) -> None:
         pool = self.pool
@@ -132,10 +184,10 @@ class ToyExecutor:
         assert all(count > 0 for count in counts)
         assert sum(counts) <= self.max_num_batched_tokens
         for new in schedule.new:
-            self._enter(new.row, unpack_ints(new.prompt_token_ids), new.block_ids, new.num_computed_tokens)
+            self._enter(new, unpack_ints(new.prompt_token_ids))
         for resume in schedule.resumed:
             self.resumed += 1
-            self._enter(resume.row, unpack_ints(resume.token_ids), resume.block_ids, resume.num_computed_tokens)
+            self._enter(resume, unpack_ints(resume.token_ids))
         for more in schedule.continued:
             self._continue(more)
         entered = {item.row for item in (*schedule.new, *schedule.resumed)}
@@ -152,7 +204,12 @@ class ToyExecutor:
         left = unpack_ints(schedule.drafts).tolist()
         tried = unpack_ints(schedule.num_drafts).tolist() or [0] * len(rows)
         drafts = [[left.pop(0) for _ in range(number)] for number in tried]
-        tokens = [self._run_row(*item) for item in zip(rows, counts, drafts, strict=True)]
+        masks = self._masks(schedule)
+        tokens = [
+            self._run_row(row, count, own, masks.pop(row, []))
+            for row, count, own in zip(rows, counts, drafts, strict=True)
+        ]
+        assert not masks
         assert merged.samples.tolist() == [drawn != [-1] for drawn in tokens]
         for row, table in zip(rows, merged.block_tables, strict=True):
             used = -(-self.rows[row].position // self.pool.block_size)
@@ -170,12 +227,27 @@ class ToyExecutor:
             self.merger.judged([part], unpack_ints(result.counts))
         return result
 
-    def _enter(self, row: int, tokens: object, block_ids: object, num_computed: int) -> None:
+    def _masks(self, schedule: PartialSchedule) -> dict[int, list[bytes]]:
+        """By row; none may be drawing in a step in flight, unless its turn has ended: masks follow from tokens."""
+        rows = unpack_ints(schedule.mask_rows).tolist()
+        begun = {item.row for item in schedule.continued}
+        for named, part in zip(self.in_flight_rows, self.in_flight_parts, strict=True):
+            drawing = [row for row, samples in zip(named, part.samples.tolist(), strict=True) if samples]
+            assert begun.issuperset({*drawing} & {*rows})
+        self.masked += len(rows)
+        width = 4 * -(-VOCAB // 32)
+        masks: dict[int, list[bytes]] = {}
+        for i, row in enumerate(rows):
+            masks.setdefault(row, []).append(bytes(schedule.masks[width * i : width * (i + 1)]))
+        return masks
+
+    def _enter(self, item: NewRow | ResumeRow, tokens: Any) -> None:
+        row, num_computed = item.row, item.num_computed_tokens
         assert not any(row in named for named in self.in_flight_rows), f"row {row} is named by a step in flight"
-        blocks = unpack_ints(block_ids).tolist()  # type: ignore[arg-type]
+        blocks = unpack_ints(item.block_ids).tolist()
         assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
-        self.rows[row] = _Row(list(tokens.tolist()), num_computed, blocks)  # type: ignore[attr-defined]
+        self.rows[row] = _Row(tokens.tolist(), num_computed, blocks, item.sampling.grammar is not None)
 
     def _continue(self, more: ContinueRow) -> None:
         self.continued += 1
@@ -184,8 +256,9 @@ class ToyExecutor:
         kept = len(row.tokens) - more.drop
         row.tokens[kept:] = unpack_ints(more.token_ids).tolist()
         row.position = min(row.position, kept)
+        row.constrained = more.sampling.grammar is not None
 
-    def _run_row(self, number: int, count: int, drafts: list[int]) -> list[int]:
+    def _run_row(self, number: int, count: int, drafts: list[int], masks: list[bytes]) -> list[int]:
         row = self.rows[number]
         size = self.pool.block_size
         end = row.position + count
@@ -200,10 +273,13 @@ class ToyExecutor:
             assert self.kv[row.blocks[position // size], position % size] == hashes[position], "wrong KV"
         row.position = end - len(drafts)
         if end < len(tokens):
+            assert not masks
             return [-1]
+        assert len(masks) == (1 + len(drafts) if row.constrained else 0)
         drawn = []
-        for draft in (*drafts, None):
-            drawn.append(self.model(row.tokens))
+        for place, draft in enumerate((*drafts, None)):
+            token = self.model(row.tokens)
+            drawn.append(allowed_token(token, masks[place]) if masks else token)
             row.tokens.append(drawn[-1])
             if drawn[-1] != draft:
                 break

@@ -52,9 +52,12 @@ ALL = sorted(
 )
 
 
+BYTES = redaction.TOKENS | redaction.NAMES | redaction.PLAIN | redaction.ZEROS
+
+
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_every_field_is_thought_of(name: str, kind: type) -> None:
-    allowed = redaction.TEXTS | OPEN if kind is str else redaction.TOKENS | redaction.NAMES | redaction.PLAIN
+    allowed = redaction.TEXTS | OPEN if kind is str else BYTES
     assert name in allowed, f"say in bus/journal/redaction.py, or here, what the {kind.__name__} in {name} may tell"
 
 
@@ -88,7 +91,8 @@ def test_nothing_is_left_of_tokens_and_texts(tmp_path: Path, monkeypatch: pytest
 
     class Core:
         def handle(self, event: Any) -> list[Any]:
-            return [Send(rank, add), m.Finished(request_id="r", reason="stop", stop_reason=text)]
+            finished = m.Finished(request_id="r", reason="stop", stop_reason=text)
+            return [Send(rank, add), finished, m.Error(code="invalid", message=m.GRAMMAR_FAULT + text)]
 
     recording = Recording(tmp_path, me, Core(), Nothing(), config, model=model(VOCAB))
     params = m.GenerateParams(stop=[text], bad_words=[text])
@@ -103,6 +107,7 @@ def test_nothing_is_left_of_tokens_and_texts(tmp_path: Path, monkeypatch: pytest
     said = [item for record in recording.end().records() if isinstance(record, Record) for item in items(record.turn)]
     written = " ".join(map(str, said))
     assert text not in written
+    assert m.GRAMMAR_FAULT in written
     words = set(re.findall(r"(?<![\w.])\d+(?![\w.])", written))  # digits within hashes and times say nothing
     assert not [number for number in secret if str(number) in words]
     assert str(block_hashes(pack_ints(secret), 16, text)[:16].hex()) not in written

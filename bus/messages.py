@@ -875,10 +875,11 @@ class MergedStep(Message, frozen=True, kw_only=True):
     """A step of all ranks, to be run after that with the number before.
 
     After `setups`, `rows` [n] run `num_tokens` [n] tokens each from `positions` [n] on; `samples` [n] is 1 for each
-    that draws a token, else 0. `num_drafts` [n] (left out: none) and `drafts` are as in `PartialSchedule`. `block_ids`
-    are the block tables, one row of `table_width` after the other. With `again`, the step before runs again, where it
-    ended, and only what is new of its tables is here: `block_ids` [m] at `block_places` [m], counted through the rows
-    of the table as it is now; what is not named is as before, or 0.
+    that draws a token, else 0. `num_drafts` [n] (left out: none) and `drafts` are as in `PartialSchedule`, and so are
+    `masks`, of the sequences in the places `mask_places` [k] of the step. `block_ids` are the block tables, one row of
+    `table_width` after the other. With `again`, the step before runs again, where it ended, and only what is new of its
+    tables is here: `block_ids` [m] at `block_places` [m], counted through the rows of the table as it is now; what is
+    not named is as before, or 0.
     """
 
     number: int
@@ -891,18 +892,20 @@ class MergedStep(Message, frozen=True, kw_only=True):
     samples: Ints = EMPTY
     num_drafts: Ints = EMPTY
     drafts: Ints = EMPTY
+    mask_places: Ints = EMPTY
+    masks: Ints = EMPTY
     block_places: Ints = EMPTY
     block_ids: Ints = EMPTY
 
     def __post_init__(self) -> None:
         count = self.rows.nbytes // 4
-        _check_words(rows=self.rows, drafts=self.drafts)
+        _check_words(rows=self.rows, drafts=self.drafts, mask_places=self.mask_places, masks=self.masks)
         _check_lengths(count, positions=self.positions, num_tokens=self.num_tokens, samples=self.samples)
         if self.num_drafts.nbytes:
             _check_lengths(count, num_drafts=self.num_drafts)
         if self.again:
-            if count or self.setups:
-                raise ValueError("`again` is for steps without `rows` and `setups`")
+            if count or self.setups or self.masks.nbytes:
+                raise ValueError("`again` is for steps without `rows`, `setups` and `masks`")
             _check_lengths(self.block_places.nbytes // 4, block_ids=self.block_ids)
         else:
             _check_lengths(count * self.table_width, block_ids=self.block_ids)

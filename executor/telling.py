@@ -5,7 +5,7 @@ import numpy as np
 from bus import messages
 from bus.messages import EMPTY
 from bus.wire import pack_ints, unpack_ints
-from executor.step import Drafts, Int32, MergedStep, RowSetup
+from executor.step import NO_MASKS, Drafts, Int32, Masks, MergedStep, RowSetup
 
 
 class Teller:
@@ -46,6 +46,8 @@ class Teller:
             samples=pack_ints(step.samples),
             num_drafts=EMPTY if step.drafts is None else pack_ints(step.drafts.counts),
             drafts=EMPTY if step.drafts is None else pack_ints(step.drafts.tokens),
+            mask_places=pack_ints(step.masks.at),
+            masks=pack_ints(step.masks.words.view(np.int32).ravel()),
             block_ids=pack_ints(step.block_tables.ravel()),
         )
 
@@ -85,6 +87,7 @@ class Listener:
             samples=unpack_ints(message.samples).astype(np.bool_),
             block_tables=unpack_ints(message.block_ids).reshape(rows.size, message.table_width),
             drafts=Drafts(unpack_ints(message.num_drafts), unpack_ints(message.drafts)) if message.num_drafts else None,
+            masks=_masks(message),
         )
 
     def _changed(self, message: messages.MergedStep) -> MergedStep:
@@ -97,10 +100,16 @@ class Listener:
         return MergedStep([], last.ranks, last.rows, positions, last.num_tokens, last.samples, tables)
 
 
+def _masks(message: messages.MergedStep) -> Masks:
+    at = unpack_ints(message.mask_places)
+    return Masks(at, np.frombuffer(message.masks, "<u4").reshape(at.size, -1)) if at.size else NO_MASKS
+
+
 def _runs_again(last: MergedStep, step: MergedStep) -> bool:
     """Whether `step` has the sequences of `last`, as many tokens of each, and goes on where it ended."""
     return (
         not step.setups
+        and step.masks.at.size == 0
         and step.drafts is last.drafts is None
         and step.rows is last.rows
         and step.num_tokens is last.num_tokens

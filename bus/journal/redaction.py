@@ -45,6 +45,7 @@ PLAIN = frozenset(
         "counts",
         "handles",
         "indices",
+        "mask_places",
         "mask_rows",
         "num_drafts",
         "num_tokens",

@@ -37,6 +37,8 @@ class Ear:
         if heard.drafts is not None and step.drafts is not None:
             assert heard.drafts.counts.tolist() == step.drafts.counts.tolist()
             assert heard.drafts.tokens.tolist() == step.drafts.tokens.tolist()
+        assert heard.masks.at.tolist() == step.masks.at.tolist()
+        assert heard.masks.words.tolist() == step.masks.words.tolist()
         for name in ("ranks", "rows", "positions", "num_tokens", "samples", "block_tables"):
             array, expected = getattr(heard, name), getattr(step, name)
             assert array.dtype == expected.dtype, name

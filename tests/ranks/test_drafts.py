@@ -1,4 +1,4 @@
-"""What prompt lookup finds."""
+"""What prompt lookup finds, and what becomes of it in a rank."""
 
 from typing import Any
 
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from bus.config import Config, ConfigError, load
+from bus.counters import Counters
+from bus.messages import KvPool, Logprobs, StepResult
+from bus.wire import pack_floats, pack_ints, unpack_floats, unpack_ints
 from ranks.drafts import PromptLookup
+from ranks.native import NativeScheduler
+from ranks.scheduler import BrokenResult
+from tests.ranks.toy import VOCAB, request
 
 
 def lookup(**settings: Any) -> PromptLookup:
@@ -49,6 +55,63 @@ def test_wrong_drafts_make_the_next_ones_fewer() -> None:
     subject.judged(3, 0)
     subject.begin(3)
     assert len(subject.drafts(3, tokens, 99)) == 5
+
+
+def tried(**options: Any) -> NativeScheduler:
+    """A rank of one request in row 0, whose step in flight tries 8, 7, 8 after 7, 8, 7, 8, 7."""
+    config = Config(max_num_seqs=2, max_num_batched_tokens=40, speculation="ngram", num_speculative_tokens=3)
+    pool = KvPool(num_blocks=9, block_size=8, max_model_len=64, vocab_size=VOCAB)
+    scheduler = NativeScheduler(config, pool, Counters())
+    scheduler.add(0, request(5, [7, 8, 7, 8], 20, **options), 0.0)
+    assert scheduler.schedule(0, 0.0) is not None
+    scheduler.update(StepResult(step=0, tokens=pack_ints([7])))
+    schedule = scheduler.schedule(1, 0.0)
+    assert schedule is not None
+    assert unpack_ints(schedule.num_tokens).tolist() == [4]
+    assert unpack_ints(schedule.drafts).tolist() == [8, 7, 8]
+    assert scheduler.schedule(2, 0.0) is None, "a row with drafts has one step in flight"
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts", "sentence"),
+    [
+        ([7, 7], [], "2 tokens for 1 rows"),
+        ([7, 7], [1, 1], "counts for 2 rows; 1 ran"),
+        ([7] * 5, [5], "row 0 has 5 tokens; it may have from 1 to 4"),
+        ([], [0], "row 0 has 0 tokens"),
+        ([7, 7], [3], "2 tokens; the counts of the rows make 3"),
+        ([7, VOCAB], [2], f"row 0, which samples, has token {VOCAB}"),
+        ([7, -2], [2], "several tokens of which one is none"),
+    ],
+)
+def test_a_result_that_does_not_fit_changes_nothing(tokens: list[int], counts: list[int], sentence: str) -> None:
+    scheduler = tried()
+    with pytest.raises(BrokenResult, match=sentence):
+        scheduler.update(StepResult(step=1, tokens=pack_ints(tokens), counts=pack_ints(counts)))
+    ((_, told),) = scheduler.update(StepResult(step=1, tokens=pack_ints([8, 7, 3]), counts=pack_ints([3])))
+    assert unpack_ints(told.tokens).tolist() == [8, 7, 3]
+    assert unpack_ints(told.counts).tolist() == [3]
+
+
+def test_what_comes_after_the_end_is_dropped_with_its_log_probabilities() -> None:
+    scheduler = tried(stop_token_ids=[8], logprobs=1)
+    logprobs = Logprobs(
+        owner=0,
+        positions=4,
+        token_ids=pack_ints([8, 1, 7, 2, 8, 3, 9, 4]),
+        values=pack_floats([-0.5 * place for place in range(8)]),
+        ranks=pack_ints([1, 2, 3, 4]),
+    )
+    result = StepResult(step=1, tokens=pack_ints([8, 7, 8, 9]), counts=pack_ints([4]), logprobs=[logprobs])
+    ((_, told),) = scheduler.update(result)
+    assert unpack_ints(told.tokens).tolist() == [8]
+    assert [(end.reason, end.stop_reason) for end in told.ended] == [("stop", 8)]
+    (own,) = told.logprobs
+    assert (own.owner, own.positions) == (5, 1)
+    assert unpack_ints(own.token_ids).tolist() == [8, 1]
+    assert unpack_floats(own.values).tolist() == [0.0, -0.5]
+    assert unpack_ints(own.ranks).tolist() == [1]
 
 
 def test_settings_that_cannot_be() -> None:

@@ -90,6 +90,7 @@ class Planner:
         self._preempted: list[Request] = []
         """Since the last step was made."""
         self._entered: list[tuple[Request, int]] = []
+        self._speculates = config.most_drafts > 0 and not config.single_step
         self.pause_state: PauseState = "unpaused"
         self.drafts: dict[int, list[int]] = {}
         """Draft tokens by row, for the next step it is in. A row that has any waits until no step in flight draws for
@@ -160,16 +161,20 @@ class Planner:
         computed = batch.computed[rows]
         coming = batch.known[rows] + batch.unseen[rows]
         counts: Int32 = (coming - computed) * (coming < batch.limit[rows])
+        tried = _NO_DRAFTS
         if self.drafts:
             tried = np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
             counts += tried
             np.minimum(counts, self._max_len - 1 - computed, out=counts)
-            counts[(tried > 0) & (batch.unseen[rows] > 0)] = 0  # what to try is known when its tokens are
+        in_flight = batch.unseen[rows] > 0
         constrained = batch.constrained[rows]
-        if (constrained & (batch.unseen[rows] > 0)).any():
+        if (constrained & in_flight).any():
             # Their masks follow from the tokens in flight. They wait all together, so that they run in the same steps.
             counts[constrained & ~batch.prefilling[rows]] = 0
-        np.maximum(counts, 0, out=counts)  # how far a row has come whose drafts are in flight is not known
+        if self._speculates and (in_flight & ((computed >= coming) | (tried > 0))).any():
+            # What a row tries follows from its tokens, and where it goes on from what was right of it. All others wait
+            # with it: a step that has them all takes hardly longer than one that has some.
+            counts[~batch.prefilling[rows]] = 0
         np.minimum(counts, longest, out=counts)
         if counts.sum() > budget:
             np.clip(budget - (np.cumsum(counts, dtype=np.int32) - counts), 0, counts, out=counts)
@@ -308,3 +313,6 @@ class Planner:
             if drafts and room > 0:
                 taken[row] = drafts[:room]
         return taken
+
+
+_NO_DRAFTS = np.zeros(1, np.int32)

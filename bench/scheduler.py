@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, **settings: Any) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rb-"))
         blocks = settings["ranks"] * settings["max_num_seqs"] * 4096 // 16  # nobody is preempted
-        limits = {"max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": blocks}
+        limits = {"max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": blocks, "model_on_cpu": False}
         self.config = Config(run_dir=str(self._folder / "run"), **(limits | settings))
         self.config.run_path.mkdir(mode=0o700)
         (self._folder / "config.toml").write_text(to_toml(self.config))

@@ -86,6 +86,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Steps a rank may have in flight."""
     pin_threads: bool = True
     """Each process handles its messages on one CPU, another for each process as far as there are others."""
+    model_on_cpu: bool | None = None
+    """Whether the model computes on the CPUs that handle messages; none is: where there is no TPU or GPU."""
     log_stats: bool = True
     single_step: bool = False
     """Ranks schedule only on command (debugging and tests)."""

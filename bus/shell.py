@@ -68,7 +68,8 @@ class Shell:
         self._cpu = affinity.choose(identity.role, identity.index, config)
         if self._cpu is not None:
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, self._cpu)
-            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+            if affinity.may_batch(config):
+                self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
         self._of_bus: dict[str, list[tuple[zmq.Socket[bytes], Listener | Dialer]]] = {}
         self._events: deque[tuple[Event, bytes]] = deque()

@@ -1,6 +1,7 @@
 """Which CPU a process's messages are handled on."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,18 @@ def test_a_thread_is_pinned_for_as_long_as_it_takes() -> None:
     assert affinity.choose("rank", 1, Config(pin_threads=False)) is None
     with affinity.pinned(None):
         assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("vfio/0", True), ("accel3", True), ("nvidia0", True), ("accelerometer", False)]
+)
+def test_messages_go_in_batches_where_there_is_an_accelerator(
+    name: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(affinity, "_DEVICES", tmp_path)
+    assert not affinity.may_batch(Config())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert affinity.may_batch(Config()) is found
+    assert not affinity.may_batch(Config(model_on_cpu=True))
+    assert affinity.may_batch(Config(model_on_cpu=False))

@@ -1,5 +1,6 @@
 """Two shells on a real ipc socket: handshake, messages both ways, restarts, silence, floods and nonsense."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -371,3 +372,18 @@ def test_an_orderly_end_is_known_at_once_even_if_it_came_while_busy(config: Conf
     busy.set()
     other.core.wait(downs)
     assert time.monotonic() - began < config.heartbeat_timeout_s / 2
+
+
+@pytest.mark.parametrize(("model_on_cpu", "policy"), [(False, os.SCHED_BATCH), (True, os.SCHED_OTHER)])
+def test_libzmq_may_wait_for_the_loop_where_no_model_computes(
+    model_on_cpu: bool, policy: int, config: Config, tmp_path: Path
+) -> None:
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    rank = Running("rank", msgspec.structs.replace(config, model_on_cpu=model_on_cpu), 1)
+    rank.shell.connect("step", f"ipc://{tmp_path}/nobody")
+    rank.start()
+    rank.core.wait_for_count("bus_sent_frames/step", 1)  # so libzmq's threads are there
+    new = [task for task in Path("/proc/self/task").iterdir() if task.name not in before]
+    (sockets,) = [task for task in new if (task / "comm").read_text().startswith("ZMQbg/IO")]
+    assert os.sched_getscheduler(int(sockets.name)) == policy
+    rank.end()

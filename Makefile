@@ -8,12 +8,13 @@
 # make aot     compile every model's steps for several TPUs, and show what they cost
 # make bench-replay      what the journal costs, and whether a mixed run replays
 # make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
+# make bench-structured    JSON by nasty schemas, and what it costs those beside it
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu aot fuzz-sessions
+.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu bench-structured aot fuzz-sessions
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -62,6 +63,10 @@ bench-replay: $(SELF) $(DEV)
 bench-cpu: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.cpu $(ARGS)
+
+bench-structured: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.structured $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

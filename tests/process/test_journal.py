@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from bus.journal.reader import find
-from bus.messages import MakeStats, RequestCounts, ResetPrefixCache, TokenCount
+from bus.messages import Grammar, MakeStats, RequestCounts, ResetPrefixCache, TokenCount
 from frontend.client import Client, EngineError
 from tests import trace_format
 from tests.engine import ROOT, START_S, Engine
 
 DEADLINE_S = 60.0
+NAME = Grammar(kind="regex", spec="[a-z]{2,6}(-[0-9]{1,3})?")
 LOAD = "load.txt"
 """What sending the first part of the journals' requests again has told."""
 
@@ -77,6 +78,8 @@ def run_traffic(engine: Engine) -> None:
                     prompt = [number, turn] + [7] * (20 * turn + 1)
                     client.complete(prompt, text_output=False, max_tokens=40, ignore_eos=True, n=1 + turn % 2)
                     client.complete("Tell me more.", max_tokens=20, temperature=0.0, logprobs=2)
+                    (named,) = client.complete("A name:", max_tokens=30, grammar=NAME)
+                    assert re.fullmatch(NAME.spec, named.text)
                     stream = client.generate(prompt, text_output=False, max_tokens=60, ignore_eos=True)
                     client.abort(next(iter(stream)).request_id)
                     assert len(list(stream)) < 60
@@ -86,6 +89,7 @@ def run_traffic(engine: Engine) -> None:
                     next(iter(stopped))
                     stopped.stop(1)
                     assert session.append([8] * 3).end().output_tokens == 12
+                    assert session.append([4] * 3, max_tokens=30, grammar=NAME).end().reason == "stop"
         except BaseException as error:
             failures.append(error)
 

@@ -37,6 +37,9 @@ MAX_SYMBOLS = 100_000
 MAX_FAULT = 300
 """Characters of what is told of a fault."""
 
+FORBIDDEN = "doesn't satisfy the grammar"
+"""In what llguidance says of a token that the grammar does not allow; it fails for other reasons, too."""
+
 NOT_ITS_OUTPUT = "the grammar does not allow the output there is already"
 NOT_ALLOWED = "the model produced a token that the grammar forbids"
 
@@ -109,7 +112,11 @@ class Matcher:
         if matcher.is_stopped():
             return True
         self._tokens += tokens
-        return bool(matcher.consume_tokens(tokens))
+        if matcher.consume_tokens(tokens):
+            return True
+        if FORBIDDEN not in matcher.get_error():
+            self.fault = _sentence(matcher.get_error())
+        return False
 
     def allowed_of(self, tokens: list[int]) -> list[int]:
         """How far `tokens` could be accepted one after the other, but for the end of a text; nothing changes."""

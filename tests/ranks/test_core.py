@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bus.config import Config
-from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Received, Send, Stop, Tick, WakeAt
+from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.messages import (
     AbortRequests,
@@ -44,6 +44,7 @@ from bus.messages import (
     UpdateFromOutput,
 )
 from bus.wire import pack_ints, unpack_ints
+from ranks.compiling import Compile, Compiled
 from ranks.core import RankCore
 from ranks.publishing import INTERVAL_S
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
@@ -639,3 +640,21 @@ def test_every_command_is_handled() -> None:
 
     core: Callable[..., Any] = RankCore(0, Config(), FakeScheduler, Counters())  # type: ignore[assignment]
     assert set(SIMPLE) | set(core._on_command) == set(get_args(AnyCommand))  # type: ignore[attr-defined]
+
+
+def test_a_grammar_is_compiled_outside_and_told_to_the_scheduler_that_asked(rank: Rank) -> None:
+    grammar = Grammar(kind="regex", spec="(")
+    asking = Received(frontend(0), request(1, [1, 2, 3], grammar=grammar))
+
+    def compiles(effects: list[Any]) -> list[Any]:
+        return [effect for effect in effects if isinstance(effect, Compile)]
+
+    assert compiles(rank.give(asking)) == [Compile(1, 1, grammar)]
+    rank.give(Received(EXECUTOR, POOL))
+    assert compiles(rank.give(asking)) == [Compile(2, 1, grammar)]
+    rank.give(Posted(Compiled(1, 1, matcher="of a scheduler that is gone")))
+    assert [scheduler.compiled_with for scheduler in rank.schedulers] == [[], []]
+    assert rank.counters.snapshot()["rank_stale_grammars"] == 1
+    (outputs,) = messages(rank.give(Posted(Compiled(2, 1, "no end"))), Outputs)
+    assert [(ended.handle, ended.code, ended.message) for ended in outputs.ended] == [(1, "invalid", "no end")]
+    assert rank.scheduler.compiled_with == [(1, None, "no end")]

@@ -93,8 +93,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Ranks schedule only on command (debugging and tests)."""
 
     # Speculation (native scheduler)
-    speculation: Literal["off", "ngram"] = "off"
-    """Where draft tokens come from: nowhere, or from what follows the last tokens where they stood before (ngram)."""
+    speculation: Literal["off", "ngram", "model"] = "off"
+    """Where draft tokens come from: nowhere; from what follows the last tokens where they stood before (ngram); from
+    the draft_model."""
+    draft_model: str = ""
+    """An HF-style folder with a smaller model of the same vocabulary."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7
     """Most drafts of a request in a step."""
     prompt_lookup_min: Positive = 2
@@ -241,6 +244,11 @@ def load(
         raise ConfigError(
             f"prompt_lookup_min: {config.prompt_lookup_min} is not allowed; it must be at most prompt_lookup_max, "
             f"{config.prompt_lookup_max}"
+        )
+    if (config.speculation == "model") != bool(config.draft_model):
+        raise ConfigError(
+            f"draft_model: {config.draft_model!r} is not allowed with speculation {config.speculation}; "
+            + ("it must be a folder" if config.speculation == "model" else "it must be empty")
         )
     if config.speculation != "off" and config.scheduler != "native":
         raise ConfigError(f"speculation: {config.speculation!r} is not allowed with scheduler vllm; it must be 'off'")

@@ -797,9 +797,10 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
     says that this rank expects to send another right after it has this one's result.
 
     Of the tokens of each row the last `num_drafts` [n] (left out: none) are drafts, which come after all that the row
-    has; `drafts` holds them one after the other. The step draws the row's next token, and one after each draft as if it
-    were right; the result has those up to the first that is not the draft in its place. That is how far the row has
-    come then, and until then no schedule may name it, but to set it up anew.
+    has; `drafts` holds them one after the other, or is left out where the executor has a draft model to draw them. The
+    step draws the row's next token, and one after each draft as if it were right; the result has those up to the first
+    that is not the draft in its place. That is how far the row has come then, and until then no schedule may name it,
+    but to set it up anew.
 
     `mask_rows` [k] draw only tokens that `masks` allow, ceil(vocabulary / 32) int32 for each: bit t % 32 of word
     t // 32 says whether it may be token t. A row comes once for each token that it draws, in their order.

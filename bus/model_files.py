@@ -121,6 +121,11 @@ class ModelFacts:
     embedding_scale: float = 1.0
     experts: Experts | None = None
 
+    @property
+    def kv_width(self) -> int:
+        """Elements of the KV cache that a token takes, as far as the model goes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
     def window_of(self, layer: int) -> int:
         """See `windows`."""
         return self.windows[layer] if self.windows else 0

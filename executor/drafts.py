@@ -1,11 +1,16 @@
-"""Which drafts of a step were right, from what was drawn after each of them."""
+"""The drafts of a step: who draws them, and which were right."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from bus import model_files
+from bus.config import Config, ConfigError
+from bus.model_files import ModelFacts
 from executor.sampling import NAN_TOKEN
-from executor.step import Drafts, Int32
+from executor.step import Drafts, Int32, MergedStep
 
 
 class Judged(NamedTuple):
@@ -37,3 +42,44 @@ def judge(size: int, drafts: Drafts, indices: Int32, drawn: Int32) -> Judged:
     tokens = np.full(int(counts.sum()), -1, np.int32)
     tokens[np.repeat(drawing, counts)] = drawn[kept]
     return Judged(tokens, counts, np.flatnonzero(kept).astype(np.int32))
+
+
+def draft_facts(config: Config, facts: ModelFacts) -> ModelFacts | None:
+    """The draft model for the model of `facts`; None if none is to be used.
+
+    Raises:
+        ModelError: it cannot be served.
+        ConfigError: it has other tokens, or a shorter context than is served.
+    """
+    if config.speculation != "model":
+        return None
+    own = model_files.read(model_files.resolve(msgspec.structs.replace(config, model=config.draft_model)).folder)
+    if own.vocab_size != facts.vocab_size:
+        raise ConfigError(
+            f"draft_model: {config.draft_model} is not allowed; it has {own.vocab_size} tokens, and the model "
+            f"{facts.vocab_size}"
+        )
+    longest = config.max_model_len or facts.max_positions
+    if own.max_positions < longest:
+        raise ConfigError(
+            f"draft_model: {config.draft_model} is not allowed; it takes {own.max_positions} tokens, and "
+            f"max_model_len is {longest}"
+        )
+    return own
+
+
+def narrowed(step: MergedStep) -> Iterator[MergedStep]:
+    """For each place that a draft may have, the step that draws it, for the sequences of `step` that have so many."""
+    assert step.drafts is not None
+    counts = step.drafts.counts
+    for place in range(int(counts.max(initial=0))):
+        some = np.flatnonzero(counts > place)
+        yield MergedStep(
+            setups=[],
+            ranks=step.ranks[some],
+            rows=step.rows[some],
+            positions=(step.positions + step.num_tokens - counts)[some] - 1 + np.int32(place),
+            num_tokens=np.ones(some.size, np.int32),
+            samples=np.ones(some.size, np.bool_),
+            block_tables=step.block_tables[some],
+        )

@@ -30,7 +30,7 @@ class Limits:
     """What schedules are checked against. `blocks_of_rank` has the KV blocks of each rank.
 
     `first_blocks`, where given, is the number that the first block of each rank has in the merged step. `most_drafts`
-    is for each row.
+    is for each row; with `draws_drafts` their tokens do not come with schedules.
     """
 
     max_num_seqs: int
@@ -40,6 +40,7 @@ class Limits:
     blocks_of_rank: Sequence[int]
     first_blocks: Sequence[int] | None = None
     most_drafts: int = 0
+    draws_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,8 @@ class Merger:
         rows = local + np.int32(self._first_row(rank))
         if self._drafting and (early := [row for row in rows.tolist() if row in self._drafting]):
             raise Refused(f"row {early[0] - self._first_row(rank)} runs before its drafts are judged")
-        drafts = self._check_drafts(schedule, local) if schedule.num_drafts.nbytes or schedule.drafts.nbytes else None
+        has_drafts = schedule.num_drafts.nbytes or schedule.drafts.nbytes
+        drafts = self._check_drafts(schedule, local, num_tokens) if has_drafts else None
         known = self._rows.lengths[rows]
         lengths = known if drafts is None else known + drafts.counts
         ends = self._rows.positions[rows] + num_tokens
@@ -366,7 +368,7 @@ class Merger:
         self._drafting |= dict.fromkeys(rows[drafts.counts > 0].tolist(), part)
         return part
 
-    def _check_drafts(self, schedule: PartialSchedule, local: Int32) -> Drafts | None:
+    def _check_drafts(self, schedule: PartialSchedule, local: Int32, num_tokens: Int32) -> Drafts | None:
         """The drafts of a schedule; None if there are none after all."""
         tokens = unpack_ints(schedule.drafts)
         counts = unpack_ints(schedule.num_drafts) if schedule.num_drafts.nbytes else np.zeros_like(local)
@@ -374,11 +376,14 @@ class Merger:
         if not all_below(counts, most + 1):
             place = int((counts.view(np.uint32) > most).argmax())
             raise Refused(f"row {local[place]} has {counts[place]} drafts; a row may have from 0 to {most}")
-        if counts.sum() != tokens.size:
+        if self._limits.draws_drafts:
+            if tokens.size or not np.isin(num_tokens[counts > 0] - counts[counts > 0], 1).all():
+                raise Refused("the draft model draws the drafts, for rows that run their last token and nothing else")
+        elif counts.sum() != tokens.size:
             raise Refused(f"there are {tokens.size} drafts; the counts of the rows make {counts.sum()}")
         if not all_below(tokens, self._limits.vocab_size):
             self._tokens(schedule.drafts, int(local[counts.argmax()]))
-        return Drafts(counts, tokens) if tokens.size else None
+        return Drafts(counts, tokens) if counts.any() else None
 
     def _masks(self, schedule: PartialSchedule, local: Int32, drawn: Int32) -> Masks:
         """A schedule's masks, by place in the rows `local` [n] that it runs, which draw `drawn` [n] tokens each."""

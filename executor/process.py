@@ -69,6 +69,7 @@ class Executor:
             blocks_of_rank=[runner.blocks_of_rank(rank) for rank in range(config.ranks)],
             first_blocks=runner.first_blocks,
             most_drafts=config.most_drafts,
+            draws_drafts=config.speculation == "model",
         )
         construction = Construction(model, limits, runner.digest)
         recorder = journal.start(config, me, construction, Plain(), facts)

@@ -1,21 +1,24 @@
 """The runner: owner of all that is on the device, and the only one to run programs there."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from bus import model_files
 from bus.config import Config
+from bus.model_files import ModelFacts
 from executor import device, hosts, sampling, weights
 from executor import mesh as meshes
 from executor.constraints import UNCONSTRAINED, Constraints, Line, compose
-from executor.drafts import judge
+from executor.drafts import draft_facts, judge, narrowed
 from executor.kernels import library, products
+from executor.network import Network, Output, zeros
 from executor.placement import SETUP_TOKENS, Places
 from executor.programs import bucket
 from executor.progress import Progress
@@ -43,6 +46,19 @@ class _Drawn(NamedTuple):
     """The logits after all adjustments, kept by a runner with `keep_scores`."""
 
 
+class _Sampled(NamedTuple):
+    """What the device has been asked to draw from the output of a network."""
+
+    size: int
+    picks: Int32
+    raw: Array
+    """The logits as the network gave them."""
+    adjusted: Array
+    all_tokens: Array
+    tokens: Array
+    """Those for this process to read."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
     """A step that was dispatched: give it to `Runner.collect`, once, in order."""
@@ -51,6 +67,8 @@ class Handle:
     done: Array
     drawn: _Drawn | None
     drafts: Drafts | None = None
+    drafted: Sequence[tuple[Array, Places]] = ()
+    """The tokens of the drafts that are drawn here, in each place, and where they are."""
 
 
 class Runner:
@@ -84,14 +102,21 @@ class Runner:
         """
         devices = device.set_up(config.cache_path)
         mesh = meshes.make(config, devices)
-        facts = model_files.read(model_dir)
         dtype = device.dtype_of(config, devices[0])
-        model = weights.load(facts, weights.outline(facts, dtype, mesh), progress)
         kernels = StepPrograms.can_use_kernels(mesh, dtype) and library.load(config.cache_path)
-        if kernels:
-            products.pack_model(model)
+        facts = model_files.read(model_dir)
+        others = draft_facts(config, facts)
         memory_bytes = device.memory_for_sharing(mesh.devices.flatten().tolist())
-        self._steps = StepPrograms(config, facts, mesh, model, memory_bytes, kernels)
+
+        def network(config: Config, facts: ModelFacts, memory_bytes: int) -> Network:
+            model = weights.load(facts, weights.outline(facts, dtype, mesh), progress)
+            if kernels:
+                products.pack_model(model)
+            return Network(StepPrograms(config, facts, mesh, model, memory_bytes, kernels))
+
+        share = 1.0 if others is None else facts.kv_width / (facts.kv_width + others.kv_width)
+        self._network = network(config, facts, int(memory_bytes * share))
+        self._steps = self._network.steps
         self.block_size: int = config.block_size
         self.max_model_len = self._steps.max_model_len
         self.vocab_size = facts.vocab_size
@@ -99,11 +124,9 @@ class Runner:
         self._keep_scores = keep_scores
         self._spans_processes = hosts.are_several()
 
-        self._programs = self._steps.programs
         self._placement = self._steps.placement
         self._kv_layout = self._steps.kv_layout
-        self._outer, self._layers = self._steps.outer, self._steps.layers
-        self._kv, self._history = jax.tree.map(_zeros, (self._steps.kv, self._steps.history))
+        self._history = zeros(self._steps.history)
         self._params = jax.tree.map(
             lambda values, outline: meshes.put(values, outline.sharding),
             RowParams(*self._placement.blank_params()),
@@ -112,6 +135,16 @@ class Runner:
         self._greedy = np.ones(mesh.shape[meshes.DATA] * self._placement.rows, np.bool_)
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraints] = {}
+        self._draft: Network | None = None
+        """The draft model, in whose KV cache blocks have the same numbers."""
+        if others is not None:
+            self._fingerprint += others.fingerprint
+            sizes = {"max_model_len": self.max_model_len, "num_blocks": self.num_blocks, "speculation": "off"}
+            self._draft = network(msgspec.structs.replace(config, **sizes), others, memory_bytes)
+
+    @property
+    def _networks(self) -> list[Network]:
+        return [network for network in (self._network, self._draft) if network is not None]
 
     @property
     def num_blocks(self) -> int:
@@ -134,29 +167,24 @@ class Runner:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile all programs, or take them from the cache of an earlier start. After this no step compiles any."""
-        self._steps.trace()
-        self._programs.compile_all(progress)
+        for network in self._networks:
+            network.steps.trace()
+            network.steps.programs.compile_all(progress)
 
     def dispatch(self, step: MergedStep) -> Handle:
         """Give a step to the device. Steps run in the order of these calls; several may be on their way."""
         self._set_up(step)
+        drafted = self._draw_drafts(self._draft, step) if self._draft is not None and step.drafts is not None else ()
         places = self._placement.place(step.rows)
-        if step.num_tokens.max() == 1:
-            name, size = "decode", bucket(self._steps.decode_sizes, places.most)
-        else:
-            name, size = "mixed", bucket(self._steps.mixed_sizes, self._placement.most_tokens(step, places))
-        sequences = self._steps.sequences(name, size)
-        batch = self._placement.pack_batch(step, places, sequences, self._kv_layout.most_blocks)
-        x, shared = self._programs.run(f"{name} enter", size, self._outer, self._history, batch)
-        for group, layers in enumerate(self._layers):
-            program = self._steps.layers_name(name, group)
-            ending, x, self._kv[group] = self._programs.run(program, size, layers, self._kv[group], x, shared)
+        if self._draft is not None:
+            self._draft.run(step, places, self._history)  # for its KV cache
+        output = self._network.run(step, places, self._history)
         drawn = None
         if step.drafts is not None:
-            drawn = self._draw_tried(step, places, size, x)
+            drawn = self._draw_tried(step, places, output)
         elif step.samples.any():
-            drawn = self._draw(step, places, *self._placement.draws(step, places), ending)
-        return Handle(step.rows.size, ending, drawn, step.drafts)
+            drawn = self._draw(step, places, *self._placement.draws(step, places), output.ending)
+        return Handle(step.rows.size, output.ending, drawn, step.drafts, drafted)
 
     def wait(self, handle: Handle) -> None:
         """Wait until a step is done, in place of `collect` where nobody reads what it drew."""
@@ -171,7 +199,7 @@ class Runner:
         drawn = handle.drawn
         of_lines = np.asarray(drawn.tokens)[drawn.places.shards, drawn.places.places]
         if handle.drafts is not None:
-            judged = judge(handle.size, handle.drafts, drawn.indices, of_lines)
+            judged = judge(handle.size, _known(handle.drafts, handle.drafted), drawn.indices, of_lines)
             return SampledStep(judged.tokens, _by_entry(_read_logprobs(drawn), drawn, judged.lines), judged.counts)
         tokens[drawn.indices] = of_lines
         return SampledStep(tokens, _by_entry(_read_logprobs(drawn), drawn))
@@ -206,43 +234,62 @@ class Runner:
             self._greedy[setup.row] = asked.temperature < sampling.GREEDY_BELOW
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))
-        drafts = None if step.drafts is None else self._placement.draft_entries(step, step.drafts)
-        pieces = self._placement.setup_pieces(step.setups, drafts) if step.setups or step.drafts is not None else ()
-        for piece in pieces:
+        there = step.drafts is not None and step.drafts.tokens.size > 0
+        drafts = self._placement.draft_entries(step, step.drafts) if step.drafts is not None and there else None
+        for piece in self._placement.setup_pieces(step.setups, drafts) if step.setups or there else ():
             arguments = (self._history, self._params, *piece)
-            self._history, self._params = self._programs.run("set up", SETUP_TOKENS, *arguments)
+            self._history, self._params = self._steps.programs.run("set up", SETUP_TOKENS, *arguments)
 
-    def _draw_tried(self, step: MergedStep, places: Places, size: int, x: Array) -> _Drawn:
-        """Draw for the sequences of a step with drafts, `x` being the output of all its tokens."""
+    def _draw_drafts(self, draft: Network, step: MergedStep) -> list[tuple[Array, Places]]:
+        """Have the draft model draw a step's drafts, one after the other, for each is what the next is drawn from."""
+        drafted = []
+        for one in narrowed(step):
+            places = self._placement.place(one.rows)
+            output = draft.run(one, places, self._history)
+            drawn = self._sample(draft, one, places, *self._placement.draws(one, places), output.ending)
+            drafted.append((drawn.tokens, places))
+        return drafted
+
+    def _draw_tried(self, step: MergedStep, places: Places, output: Output) -> _Drawn:
+        """Draw for the sequences of a step with drafts."""
         indices, drawn = self._placement.draws(step, places)
         lines = self._placement.pack_lines(step, places, indices, drawn, self._steps.lines)
-        return self._draw(step, places, indices, drawn, self._programs.run("lines", size, x, lines))
+        ending = self._steps.programs.run("lines", output.size, output.x, lines)
+        return self._draw(step, places, indices, drawn, ending)
 
     def _draw(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, ending: Array) -> _Drawn:
         """Draw the tokens of the entries `indices`, which go to `drawn`, `ending` being what they are drawn from."""
-        rows = step.rows[indices]
-        size = bucket(self._steps.draw_sizes, drawn.most)
-        picks = self._placement.pack_picks(step, places, indices, drawn, size)
-        logits = raw = self._programs.run("head", size, self._outer, ending, picks)
-        for adjustments in self._adjustments(step, picks, indices, drawn, size):
-            logits = self._programs.run("adjust", size, logits, self._history, self._params, picks, adjustments)
-        if self._greedy[rows].all():
-            tokens, self._history = self._programs.run("greedy", size, logits, self._history, picks)
-        else:
-            tokens, self._history = self._programs.run("draw", size, logits, self._history, self._params, picks)
+        found = self._sample(self._network, step, places, indices, drawn, ending)
+        run = self._steps.programs.run
         wanted = (
-            {i: self._logprobs[row] for i, row in enumerate(rows.tolist()) if row in self._logprobs}
+            {i: self._logprobs[row] for i, row in enumerate(step.rows[indices].tolist()) if row in self._logprobs}
             if self._logprobs
             else {}
         )
-        logprobs = self._programs.run("logprobs", size, raw, tokens) if wanted else None
-        kept = raw if any(not 0 <= count <= TOP_LOGPROBS for count in wanted.values()) else None
-        adjusted = logits if self._keep_scores else None
+        logprobs = run("logprobs", found.size, found.raw, found.all_tokens) if wanted else None
+        kept = found.raw if any(not 0 <= count <= TOP_LOGPROBS for count in wanted.values()) else None
         if self._spans_processes:
-            tokens = self._programs.run("gather tokens", size, tokens)
-            logprobs = None if logprobs is None else self._programs.run("gather logprobs", size, logprobs)
-            kept = None if kept is None else self._programs.run("gather logits", size, kept)
-        return _Drawn(tokens, indices, drawn, wanted, logprobs, kept, picks, adjusted)
+            logprobs = None if logprobs is None else run("gather logprobs", found.size, logprobs)
+            kept = None if kept is None else run("gather logits", found.size, kept)
+        adjusted = found.adjusted if self._keep_scores else None
+        return _Drawn(found.tokens, indices, drawn, wanted, logprobs, kept, found.picks, adjusted)
+
+    def _sample(
+        self, network: Network, step: MergedStep, places: Places, indices: Int32, drawn: Places, ending: Array
+    ) -> _Sampled:
+        """Draw as `_draw`, by one of the networks."""
+        run, rows = network.steps.programs.run, step.rows[indices]
+        size = bucket(network.steps.draw_sizes, drawn.most)
+        picks = self._placement.pack_picks(step, places, indices, drawn, size)
+        logits = raw = run("head", size, network.outer, ending, picks)
+        for adjustments in self._adjustments(step, picks, indices, drawn, size):
+            logits = run("adjust", size, logits, self._history, self._params, picks, adjustments)
+        if self._greedy[rows].all():
+            tokens, self._history = run("greedy", size, logits, self._history, picks)
+        else:
+            tokens, self._history = run("draw", size, logits, self._history, self._params, picks)
+        told = run("gather tokens", size, tokens) if self._spans_processes else tokens
+        return _Sampled(size, picks, raw, logits, tokens, told)
 
     def _adjustments(
         self, step: MergedStep, picks: Int32, indices: Int32, drawn: Places, size: int
@@ -263,6 +310,17 @@ class Runner:
                 end = int(picks[shard, line, 2])
                 asking[shard].append(Line(line, end, constraints or UNCONSTRAINED, mask))
         return compose(asking, size, self.vocab_size)
+
+
+def _known(drafts: Drafts, drafted: Sequence[tuple[Array, Places]]) -> Drafts:
+    """Drafts with their tokens, of which those that were drawn here are still on the device."""
+    if not drafted:
+        return drafts
+    tokens = np.empty(int(drafts.counts.sum()), np.int32)
+    for place, (drawn, places) in enumerate(drafted):
+        # What could not be drawn stands on the device as token 0
+        tokens[drafts.places == place] = np.maximum(np.asarray(drawn)[places.shards, places.places], 0)
+    return Drafts(drafts.counts, tokens)
 
 
 def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, int]]]:
@@ -309,7 +367,3 @@ def _keep(where: dict[int, Any], row: int, value: Any) -> None:
         where.pop(row, None)
     else:
         where[row] = value
-
-
-def _zeros(outline: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(outline.shape, outline.dtype, device=outline.sharding)

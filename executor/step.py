@@ -45,7 +45,10 @@ NO_MASKS = Masks(np.empty(0, np.int32), np.empty((0, 0), np.uint32))
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a step tries: `counts` [n] for each of its sequences, and the `tokens` one after the other. int32."""
+    """What a step tries: `counts` [n] for each of its sequences, and the `tokens` one after the other. int32.
+
+    There are no `tokens` where the draft model is to draw them.
+    """
 
     counts: Int32
     tokens: Int32

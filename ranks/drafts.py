@@ -1,20 +1,21 @@
-"""Prompt-lookup decoding: what followed the last tokens where they stood before is tried as what comes next."""
+"""What rows try as the tokens to come next: found in the request's own, or the draft model's."""
+
+from typing import ClassVar
 
 import numpy as np
 
 from bus.config import Config
+from ranks.batch import NONE
 from ranks.request import Int32
 
 
-class PromptLookup:
-    """Finds drafts in the tokens of rows.
+class Drafts:
+    """How many drafts of each row are worth a try.
 
-    All that it keeps of a row is how many drafts are worth a try: twice as many as were right the last time and one,
-    `num_speculative_tokens` at most, and in the beginning.
+    Twice as many as were right the last time and one, `num_speculative_tokens` at most, and in the beginning.
     """
 
     def __init__(self, config: Config) -> None:
-        self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max
         self._worth = np.full(config.max_num_seqs, config.num_speculative_tokens, np.int32)
         self._most_drafts = config.num_speculative_tokens
 
@@ -26,6 +27,30 @@ class PromptLookup:
         """So many of the row's drafts were right."""
         self._worth[row] = min(2 * right + 1, self._most_drafts)
 
+    def count(self, row: int, room: int) -> int:
+        """How many to try, `room` at most."""
+        return max(min(int(self._worth[row]), room), 0)
+
+
+class DraftModel(Drafts):
+    """Drafts that the executor's draft model draws: how many is all that is known here."""
+
+    are_known: ClassVar[bool] = False
+
+    def drafts(self, row: int, tokens: Int32, room: int) -> list[int]:
+        """As many tokens as are to be drawn; what they are means nothing."""
+        return [NONE] * self.count(row, room)
+
+
+class PromptLookup(Drafts):
+    """Finds drafts in the tokens of rows: what followed the last ones where they stood before."""
+
+    are_known: ClassVar[bool] = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max
+
     def drafts(self, row: int, tokens: Int32, room: int) -> list[int]:
         """What may come after the `tokens` [n] of a row, `room` of it at most.
 
@@ -35,8 +60,8 @@ class PromptLookup:
         do, up to `prompt_lookup_max`, and of these the last. From there it goes on as the tokens do, and if they end
         there, as what is tried does: a repetition is taken to go on.
         """
-        count = min(int(self._worth[row]), room)
-        if count < 1:
+        count = self.count(row, room)
+        if count == 0:
             return []
         end = tokens.size - 1
         places = np.flatnonzero(tokens[:end] == tokens[end])

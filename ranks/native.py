@@ -43,7 +43,7 @@ from bus.wire import all_below, pack_ints, unpack_ints
 from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
-from ranks.drafts import PromptLookup
+from ranks.drafts import DraftModel, PromptLookup
 from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
 from ranks.outbox import by_id
@@ -78,7 +78,7 @@ class NativeScheduler:
         self._statistics = Statistics(counters)
         self._sessions = Sessions(self._batch, self._waiting, self._kv, self._statistics, max_len)
         self._planner = Planner(config, max_len, self._batch, self._waiting, self._kv, self._sessions, self._statistics)
-        self._lookup = PromptLookup(config) if config.speculation == "ngram" and not config.single_step else None
+        self._drafts = _drafts(config)
         self._steps: deque[Step] = deque()
         self._steady: Steady | None = None
         """In charge of all rows while it is there; see `_unsettle`."""
@@ -360,8 +360,8 @@ class NativeScheduler:
         batch = self._batch
         new, resumed, continued = [], [], []
         for request, cached in plan.entered:
-            if self._lookup is not None:
-                self._lookup.begin(request.row)
+            if self._drafts is not None:
+                self._drafts.begin(request.row)
             session = request.session
             if session is not None and session.row == request.row:
                 continued.append(_continue_row(request, session))
@@ -378,7 +378,7 @@ class NativeScheduler:
             rows=pack_ints(plan.rows),
             num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
             num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
-            drafts=pack_ints(plan.tried) if plan.drafts else EMPTY,
+            drafts=pack_ints(plan.tried) if plan.drafts and self._drafts and self._drafts.are_known else EMPTY,
             block_rows=pack_ints(plan.block_rows),
             block_ids=pack_ints(plan.block_ids),
             new=new,
@@ -409,7 +409,7 @@ class NativeScheduler:
             same
             and plan.rows.size == self._batch.running.size <= self._config.max_num_batched_tokens
             and not self._batch.constrained[plan.rows].any()
-            and self._lookup is None
+            and self._drafts is None
             and self._batch.num_leaving == 0
             and all(step.is_plain and np.array_equal(step.rows, plan.rows) for step in self._steps)
         ):
@@ -526,8 +526,8 @@ class NativeScheduler:
         ended += self._end([row for row in left if row not in rejected])
         for row, sentence in rejected.items():
             ended += self._finish([batch.request(row)], "error", "grammar", sentence)
-        if self._lookup is not None:
-            self._look_up(self._lookup, rows[told])
+        if self._drafts is not None:
+            self._look_up(self._drafts, rows[told])
         num_delivered = int(delivered.sum())
         self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
@@ -540,17 +540,17 @@ class NativeScheduler:
         if num_tokens:
             self._batch.computed[row] -= len(drafts) + 1 - num_tokens
             self._statistics.drafted(len(drafts), num_tokens - 1)
-            if self._lookup is not None:
-                self._lookup.judged(row, num_tokens - 1)
+            if self._drafts is not None:
+                self._drafts.judged(row, num_tokens - 1)
 
-    def _look_up(self, lookup: PromptLookup, rows: Rows) -> None:
+    def _look_up(self, source: PromptLookup | DraftModel, rows: Rows) -> None:
         """Find drafts for those of the `rows`, which have new tokens, that go on."""
         batch, drafts = self._batch, self._planner.drafts
         left = batch.limit[rows] - batch.known[rows] - 1
         for row, room, goes_on in zip(rows.tolist(), left.tolist(), batch.held[rows].tolist(), strict=True):
-            found = lookup.drafts(row, batch.tokens_of(row), room) if goes_on else []
+            found = source.drafts(row, batch.tokens_of(row), room) if goes_on else []
             if found and (matcher := batch.request(row).matcher) is not None:
-                found = matcher.allowed_of(found)
+                found = matcher.allowed_of(found) if source.are_known else []  # its masks follow from its drafts
             if found:
                 drafts[row] = found
             else:
@@ -773,6 +773,13 @@ class NativeScheduler:
 
     def kv_snapshot(self) -> bytes:
         return self._blocks.names()
+
+
+def _drafts(config: Config) -> PromptLookup | DraftModel | None:
+    """Where drafts come from; nowhere in single-step mode, where they are given."""
+    if config.speculation == "off" or config.single_step:
+        return None
+    return PromptLookup(config) if config.speculation == "ngram" else DraftModel(config)
 
 
 def _new_row(request: Request, blocks: Ints, cached: int) -> NewRow:

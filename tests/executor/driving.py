@@ -77,7 +77,7 @@ class Driver:
         row = self.rows[where]
         first = 1 + sum(self.runner.blocks_of_rank(rank) for rank in range(where[0]))
         blocks = np.array(row.blocks, np.int32) + first
-        layers = [np.asarray(kv)[0, blocks] for group in self.runner._kv for kv in group]
+        layers = [np.asarray(kv)[0, blocks] for group in self.runner._network.kv for kv in group]
         return np.stack([layer.reshape(-1, *layer.shape[2:])[: row.computed] for layer in layers])
 
     def left(self, where: Where) -> int:
@@ -88,7 +88,7 @@ class Driver:
     def send(
         self,
         num_tokens: Mapping[Where, int],
-        drafts: Mapping[Where, Sequence[int]] = MappingProxyType({}),
+        drafts: Mapping[Where, Sequence[int] | int] = MappingProxyType({}),
         masks: Mapping[Where, Sequence[Sequence[int]]] = MappingProxyType({}),
     ) -> tuple[list[Where], Handle]:
         """Dispatch a step; `take` its results in the same order. `drafts` come after the `num_tokens` of their row.
@@ -96,6 +96,7 @@ class Driver:
         `masks` has what each token that a row draws may be.
         """
         order = sorted(num_tokens)
+        many = {where: given if isinstance(given, int) else len(given) for where, given in drafts.items()}
         samples, tables, positions = [], [], []
         for where in order:
             row = self.rows[where]
@@ -105,13 +106,14 @@ class Driver:
             samples.append(self.left(where) == 0)
             row.pending += samples[-1]
             assert samples[-1] or where not in drafts
-            while len(row.blocks) * self.config.block_size < row.computed + len(drafts.get(where, ())):
+            while len(row.blocks) * self.config.block_size < row.computed + many.get(where, 0):
                 row.blocks.append(self._free[where[0]].pop())
             first = self.runner.first_blocks[where[0]]
             tables.append([first + block for block in row.blocks])
         widest = max(map(len, tables))
-        tried = np.array([len(drafts.get(where, ())) for where in order], np.int32)
-        tokens = np.array([token for where in order for token in drafts.get(where, ())], np.int32)
+        tried = np.array([many.get(where, 0) for where in order], np.int32)
+        known = [given for where in order if not isinstance(given := drafts.get(where, ()), int)]
+        tokens = np.array([token for given in known for token in given], np.int32)
         step = MergedStep(
             setups=self._setups,
             ranks=np.array([rank for rank, _ in order], np.int32),

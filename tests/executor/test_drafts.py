@@ -1,13 +1,20 @@
 """Steps with drafts: they give the tokens that steps without them give, whatever is tried."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from bus import model_files
+from bus.config import Config, ConfigError
 from bus.messages import Sampling
+from bus.model_files import ModelError
+from executor.drafts import draft_facts
 from tests.executor.driving import GREEDY, Driver, Where
+from tests.tiny_model import write_tiny_llama
 
 COUNT = 40
 PROMPT = [5, 9, 13, 5, 9]
@@ -137,15 +144,50 @@ def test_each_token_that_a_row_draws_has_its_own_mask(driver: Driver) -> None:
     assert len(given[second]) < 12
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_draft_model_changes_no_token(tiny_model: Path, engine_cache: Path, tmp_path: Path, seed: int) -> None:
+    """The model itself drafts what it will draw; another one with its tokens hardly ever does."""
+    draft = write_tiny_llama(tmp_path / "draft", seed)
+    driver = Driver(
+        tiny_model, engine_cache, speculation="model", draft_model=str(draft), num_speculative_tokens=3, num_blocks=160
+    )
+    expected, _ = plain(driver)
+    begin(driver)
+    driver.step(dict.fromkeys(WHERE.values(), len(PROMPT)))
+    given = {name: [driver.rows[where].tokens[-1]] for name, where in WHERE.items()}
+    accepted = tried = 0
+    while running := [name for name in WHERE if len(given[name]) < COUNT]:
+        drafts = {WHERE[name]: 1 + (len(given[name]) + place) % 3 for place, name in enumerate(running)}
+        taken = driver.take_tried(driver.send({WHERE[name]: 1 for name in running}, drafts))
+        for name in running:
+            given[name] += taken[WHERE[name]]
+            accepted += len(taken[WHERE[name]]) - 1
+        tried += sum(drafts.values())
+    assert {name: tokens[:COUNT] for name, tokens in given.items()} == expected
+    assert accepted / tried > 0.98 if seed == 0 else accepted / tried < 0.5
+
+
 def test_no_program_is_compiled_by_a_step_with_drafts(tiny_model: Path, engine_cache: Path) -> None:
     """The programs that warming up compiles are all that steps with drafts, of any number, take."""
     driver = Driver(tiny_model, engine_cache, speculation="ngram", num_speculative_tokens=3, max_num_batched_tokens=32)
     driver.runner.warm_up(lambda *_: None)
-    before = set(driver.runner._programs._compiled)
+    before = set(driver.runner._steps.programs._compiled)
     begin(driver)
     driver.step(dict.fromkeys(WHERE.values(), len(PROMPT)))
     for count in (1, 2, 3):
         driver.take_tried(
             driver.send(dict.fromkeys(WHERE.values(), 1), {where: [1] * count for where in WHERE.values()})
         )
-    assert set(driver.runner._programs._compiled) == before
+    assert set(driver.runner._steps.programs._compiled) == before
+
+
+def test_draft_models_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
+    facts = model_files.read(tiny_model)
+    config = Config(speculation="model", draft_model=str(tiny_model))
+    assert draft_facts(config, facts) == facts
+    with pytest.raises(ConfigError, match="it has 259 tokens, and the model 300"):
+        draft_facts(config, replace(facts, vocab_size=300))
+    with pytest.raises(ConfigError, match="it takes 1024 tokens, and max_model_len is 2000"):
+        draft_facts(msgspec.structs.replace(config, max_model_len=2000), facts)
+    with pytest.raises(ModelError, match="nowhere is not there"):
+        draft_facts(msgspec.structs.replace(config, draft_model="nowhere"), facts)

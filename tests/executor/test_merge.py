@@ -1,7 +1,7 @@
 """Rows, merge and split against a plain model: what a rank thinks its rows hold is what the device computes with."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -567,3 +567,20 @@ def test_drafts_are_kept_up_to_the_first_that_was_not_drawn() -> None:
     assert judged.counts.tolist() == [3, 1, 1, 1, 1]
     assert judged.tokens.tolist() == [5, 6, 1, 2, -1, 3, -2]
     assert judged.lines.tolist() == [0, 1, 2, 3, 4, 8]
+
+
+def test_drafts_of_the_draft_model_have_no_tokens_yet() -> None:
+    subject = Merger(Rows(RANKS, ROWS, MAX_LEN, BLOCK), replace(LIMITS, draws_drafts=True))
+    subject.apply(1, partial(new=[new_row()], num_tokens=THREE))
+    part = subject.apply(1, partial(step=2, num_tokens=pack_ints([3]), num_drafts=pack_ints([2])))
+    drafts = subject.merge([part]).drafts
+    assert drafts is not None
+    assert (drafts.counts.tolist(), drafts.tokens.tolist()) == ([2], [])
+    subject.judged([part], np.array([2], np.int32))
+    for wrong in (
+        partial(step=3, num_tokens=pack_ints([3]), num_drafts=pack_ints([2]), drafts=pack_ints([1, 2])),
+        partial(step=3, new=[new_row()], num_tokens=pack_ints([4]), num_drafts=pack_ints([1])),
+    ):
+        with pytest.raises(Refused, match="the draft model draws the drafts"):
+            subject.apply(1, wrong)
+        subject.apply(1, partial(step=4, new=[new_row()], num_tokens=THREE))

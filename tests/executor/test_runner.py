@@ -108,7 +108,7 @@ def test_a_program_that_was_not_compiled_ahead_is_an_error_in_the_log(
 ) -> None:
     driver = Driver(tiny_model, tmp_path, ranks=1, max_num_seqs=1, max_num_batched_tokens=16)
     log.configure("executor", 0, 1, "info")
-    programs = driver.runner._programs
+    programs = driver.runner._steps.programs
     programs.compile_all(lambda *_: None)  # nothing was traced, so nothing is ready
     driver.start((0, 0), [5])
     assert driver.prefill((0, 0)) >= 0

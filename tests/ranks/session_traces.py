@@ -94,7 +94,9 @@ class SessionTrace:
         self.counters = Counters()
         self.scheduler = NativeScheduler(self.config, self.pool, self.counters)
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        self.executor = ToyExecutor(self.pool, *limits, next_token, self.config.most_drafts)
+        self.executor = ToyExecutor(
+            self.pool, *limits, next_token, self.config.most_drafts, self.config.speculation == "model"
+        )
         self.step = 0
         self.sequence = 0
         self.models: dict[int, Model] = {}

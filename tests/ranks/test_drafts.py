@@ -119,3 +119,7 @@ def test_settings_that_cannot_be() -> None:
         load({"prompt_lookup_min": "5"}, {})
     with pytest.raises(ConfigError, match="speculation: 'ngram' is not allowed with scheduler vllm"):
         load({"speculation": "ngram", "scheduler": "vllm"}, {})
+    with pytest.raises(ConfigError, match="draft_model: '' is not allowed with speculation model; it must be a folder"):
+        load({"speculation": "model"}, {})
+    with pytest.raises(ConfigError, match="draft_model: 'small' is not allowed with speculation ngram; it must be emp"):
+        load({"speculation": "ngram", "draft_model": "small"}, {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from bus.config import Config
 from bus.counters import Counters
@@ -53,9 +54,8 @@ class Trace:
         self.max_model_len = min(MAX_MODEL_LEN, (pool.num_blocks - 1) * 8)
         self.counters = Counters()
         self.scheduler = make(self.config, pool, self.counters)
-        self.executor = ToyExecutor(
-            pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, model, self.config.most_drafts
-        )
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        self.executor = ToyExecutor(pool, *limits, model, self.config.most_drafts, self.config.speculation == "model")
         self.step = 0
         self.expected: dict[int, tuple[list[int], str]] = {}
         self.output: dict[int, list[int]] = {}
@@ -214,14 +214,15 @@ def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
     assert min(seen.values()) >= 12, seen
 
 
-def test_random_traces_with_drafts() -> None:
+@pytest.mark.parametrize("source", ["ngram", "model"])
+def test_random_traces_with_drafts(source: str) -> None:
     """Drafts change how many steps a request takes, and nothing else."""
 
     seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0, "accepted": 0, "rejected": 0}
-    for seed in range(60):
+    for seed in range(40):
         most = 1 + seed % 5
         trace = Trace(
-            make_native, seed, next_repeating, speculation="ngram", num_speculative_tokens=most, prompt_lookup_min=1
+            make_native, seed, next_repeating, speculation=source, num_speculative_tokens=most, prompt_lookup_min=1
         )
         try:
             trace.run(num_requests=12)

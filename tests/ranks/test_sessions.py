@@ -57,7 +57,8 @@ def test_random_sessions_with_drafts() -> None:
     """Turns end in the middle of drafts that are right, and while drafts are in flight."""
 
     def life(seed: int) -> SessionTrace:
-        settings = {"speculation": "ngram", "num_speculative_tokens": 1 + seed % 5, "prompt_lookup_min": 1}
+        source = ("ngram", "ngram", "model")[seed % 3]
+        settings = {"speculation": source, "num_speculative_tokens": 1 + seed % 5, "prompt_lookup_min": 1}
         return SessionTrace(seed, next_token=next_repeating, **settings)
 
     happened = play(life, range(25), num_sessions=8, num_turns=25)

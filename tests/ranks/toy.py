@@ -147,6 +147,8 @@ class ToyExecutor:
     max_num_batched_tokens: int
     model: NextToken = next_token
     most_drafts: int = 0
+    draws_drafts: bool = False
+    """Whether it has a draft model, which is often right."""
     results: deque[StepResult] = field(default_factory=deque)
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -171,6 +173,7 @@ class ToyExecutor:
             pool.vocab_size,
             [pool.num_blocks],
             most_drafts=self.most_drafts,
+            draws_drafts=self.draws_drafts,
         )
         self.merger = Merger(Rows(1, self.max_num_seqs, pool.max_model_len, pool.block_size), limits)
 
@@ -203,7 +206,10 @@ class ToyExecutor:
         assert merged.positions.tolist() == [self.rows[row].position for row in rows]
         left = unpack_ints(schedule.drafts).tolist()
         tried = unpack_ints(schedule.num_drafts).tolist() or [0] * len(rows)
-        drafts = [[left.pop(0) for _ in range(number)] for number in tried]
+        drafts = [
+            self._guess(row, number) if self.draws_drafts else [left.pop(0) for _ in range(number)]
+            for row, number in zip(rows, tried, strict=True)
+        ]
         masks = self._masks(schedule)
         tokens = [
             self._run_row(row, count, own, masks.pop(row, []))
@@ -219,6 +225,12 @@ class ToyExecutor:
         flat = [token for drawn in tokens for token in drawn]
         numbers = [len(drawn) for drawn in tokens] if any(drafts) else []
         self.results.append(StepResult(step=schedule.step, tokens=pack_ints(flat), counts=pack_ints(numbers)))
+
+    def _guess(self, row: int, count: int) -> list[int]:
+        tokens = list(self.rows[row].tokens)
+        for _ in range(count):
+            tokens.append(self.model(tokens) if len(tokens) % 5 else 0)
+        return tokens[len(tokens) - count :]
 
     def take(self) -> StepResult:
         self.in_flight_rows.popleft()

@@ -1,0 +1,52 @@
+"""A model on the mesh: its programs, its weights and its KV cache."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from executor.placement import Places
+from executor.programs import bucket
+from executor.shards import Array
+from executor.step import MergedStep
+from executor.step_programs import StepPrograms
+
+
+class Output(NamedTuple):
+    """What the last layer gave in a step: `ending` for the last token of each sequence, `x` for all tokens.
+
+    `size` is that of the programs that ran.
+    """
+
+    ending: Array
+    x: Array
+    size: int
+
+
+class Network:
+    """Runs the layers of a model over the tokens of steps, whose keys and values it keeps."""
+
+    def __init__(self, steps: StepPrograms) -> None:
+        self.steps = steps
+        self.outer = steps.outer
+        self.kv = jax.tree.map(zeros, steps.kv)
+        self._layers = steps.layers
+
+    def run(self, step: MergedStep, places: Places, history: Array) -> Output:
+        """Give the tokens of a step to the device; `history` holds them."""
+        steps, placement = self.steps, self.steps.placement
+        if step.num_tokens.max() == 1:
+            name, size = "decode", bucket(steps.decode_sizes, places.most)
+        else:
+            name, size = "mixed", bucket(steps.mixed_sizes, placement.most_tokens(step, places))
+        batch = placement.pack_batch(step, places, steps.sequences(name, size), steps.kv_layout.most_blocks)
+        x, shared = steps.programs.run(f"{name} enter", size, self.outer, history, batch)
+        for group, layers in enumerate(self._layers):
+            program = steps.layers_name(name, group)
+            ending, x, self.kv[group] = steps.programs.run(program, size, layers, self.kv[group], x, shared)
+        return Output(ending, x, size)
+
+
+def zeros(outline: jax.ShapeDtypeStruct) -> Array:
+    """An array of zeros on the mesh."""
+    return jnp.zeros(outline.shape, outline.dtype, device=outline.sharding)

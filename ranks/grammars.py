@@ -107,7 +107,7 @@ class Matcher:
         """Go on by `tokens`; False if the grammar does not allow them. At its end it allows anything."""
         matcher = self.begin()
         if matcher.is_error():
-            self.fault = _sentence(matcher.get_error())
+            self.fault = sentence_of(matcher.get_error())
             return False
         if matcher.is_stopped():
             return True
@@ -115,7 +115,7 @@ class Matcher:
         if matcher.consume_tokens(tokens):
             return True
         if FORBIDDEN not in matcher.get_error():
-            self.fault = _sentence(matcher.get_error())
+            self.fault = sentence_of(matcher.get_error())
         return False
 
     def allowed_of(self, tokens: list[int]) -> list[int]:
@@ -234,7 +234,7 @@ class Grammars:
         if not first.is_error():
             first.compute_bitmask()  # it may turn out that nothing can be
         if first.is_error():
-            raise BadGrammar(_sentence(first.get_error()))
+            raise BadGrammar(sentence_of(first.get_error()))
         return matcher
 
     def _text(self, grammar: Grammar) -> str:
@@ -275,7 +275,7 @@ class Grammars:
         return text
 
 
-def _sentence(error: str) -> str:
+def sentence_of(error: str) -> str:
     """One line of what llguidance says, which may quote much of a grammar, and of its own inside."""
     said = " ".join(error.partition("<")[0].split()) or "it cannot be followed"
     return said if len(said) <= MAX_FAULT else said[:MAX_FAULT] + " …"

@@ -22,7 +22,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from bus.config import Config, ConfigError
 from bus.messages import Grammar, KvPool
 from bus.model_files import resolve
-from ranks.grammars import BadGrammar, check_size
+from ranks.grammars import BadGrammar, check_size, sentence_of
 from ranks.vllm_requests import structured_outputs
 
 _STAND_IN = "RankbusStandIn"
@@ -80,10 +80,10 @@ class Engine:
             params = structured_outputs(grammar)
             validate_guidance_grammar(SamplingParams(structured_outputs=params))
         except (ValueError, AttributeError, RecursionError, VLLMClientError) as error:
-            raise BadGrammar(str(error) or type(error).__name__) from None
+            raise BadGrammar(sentence_of(str(error) or type(error).__name__)) from None
         compiled = self.backend.compile_grammar(*get_structured_output_key(params))
         if fault := compiled.ll_matcher.get_error():
-            raise BadGrammar(fault.strip())
+            raise BadGrammar(sentence_of(fault))
         return cast(GuidanceGrammar, compiled)
 
     @cached_property

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
+from bus.config import Config
 from bus.folds import RULES
 from bus.messages import (
     AbortRequests,
@@ -40,9 +41,10 @@ from bus.messages import (
 )
 from bus.prefix import block_hashes
 from bus.wire import pack_ints, unpack_ints
+from ranks.grammars import Grammars
 from tests.engine import Engine
 from tests.process.rank import RankUnderTest
-from tests.ranks.toy import VOCAB, generate
+from tests.ranks.toy import GRAMMARS, VOCAB, generate, write_vocabulary
 from tests.tiny_model import EOS
 
 POOL = KvPool(num_blocks=64, block_size=16, max_model_len=256, vocab_size=VOCAB)
@@ -54,8 +56,14 @@ def scheduler(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def rank(tiny_model: Path, engine_cache: Path, scheduler: str) -> Iterator[RankUnderTest]:
-    with Engine(tiny_model, engine_cache, ranks=1, frontends=2, scheduler=scheduler) as engine:
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's, in a model folder."""
+    return write_vocabulary(tmp_path_factory.mktemp("toy") / "model")
+
+
+@pytest.fixture(scope="module")
+def rank(vocabulary: Path, engine_cache: Path, scheduler: str) -> Iterator[RankUnderTest]:
+    with Engine(vocabulary, engine_cache, ranks=1, frontends=2, scheduler=scheduler) as engine:
         rank = RankUnderTest(engine, POOL)
         try:
             yield rank
@@ -88,6 +96,23 @@ def test_requests_of_two_frontends_run_to_their_end(rank: RankUnderTest) -> None
         assert rank.ended(handle, i % 2).reason == "length"
         assert rank.tokens(handle, i % 2) == expected(prompt(5 + 40 * i, i), 6)
     assert rank.value(UnfinishedRequests()) == 0
+
+
+def test_requests_with_grammars_run_among_others(rank: RankUnderTest, vocabulary: Path) -> None:
+    grammars = Grammars(Config(model=str(vocabulary)))
+    bad = rank.add(prompt(8, 1), 40, grammar=Grammar(kind="regex", spec="("))
+    free = rank.add(prompt(9, 2), 30)
+    handles = [rank.add(prompt(5 + i, i), 40, grammar=grammar, eos_token_id=EOS) for i, grammar in enumerate(GRAMMARS)]
+    ended = rank.ended(bad)
+    assert ended.code == "invalid"
+    assert ended.message.startswith("the grammar cannot be used: ")
+    for i, (handle, grammar) in enumerate(zip(handles, GRAMMARS, strict=True)):
+        sampling = Sampling(seed=0, max_tokens=40, eos_token_id=EOS)
+        matcher = grammars.compile(grammar)
+        tokens, reason = generate(prompt(5 + i, i), sampling, POOL.max_model_len, matcher=matcher)
+        assert (rank.ended(handle).reason, rank.tokens(handle)) == (reason, tokens)
+    assert rank.ended(free).reason == "length"
+    assert rank.tokens(free) == expected(prompt(9, 2), 30)
 
 
 def test_load_acknowledges_and_comes_to_rest(rank: RankUnderTest) -> None:

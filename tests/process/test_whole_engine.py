@@ -1,5 +1,6 @@
 """All processes together, with two frontends: what they share, and what one of them cannot do to the others."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -22,8 +23,8 @@ import pytest
 import zmq
 
 from bench.soak_sessions import Plan, run
-from bus.messages import GetPauseState, RequestCounts, TokenCount
-from frontend.client import Client, EngineError
+from bus.messages import GetPauseState, MakeStats, RequestCounts, TokenCount
+from frontend.client import AsyncClient, Client, EngineError
 from tests.engine import ROOT, START_S, Engine
 
 SILENCE_S = 4.0
@@ -146,6 +147,23 @@ def test_frontends_share_the_ranks_and_each_gets_what_it_asked_for(engine: Engin
             thread.join(DEADLINE_S)
     assert got == {(frontend, place): answer for frontend in (0, 1) for place, answer in enumerate(alone)}
     check_idle(engine)
+
+
+def test_a_seed_draws_the_same_alone_on_another_rank_in_company_and_after_preemption(engine: Engine) -> None:
+    drawn = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.5, "seed": 77}
+
+    async def together() -> list[list[int]]:
+        async with AsyncClient(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client:
+            options = {"text_output": False, "ignore_eos": True, "max_tokens": 300, "rank": 0, **drawn}
+            done = await asyncio.gather(*(client.complete(PROMPTS[1], **options) for _ in range(6)))
+        return [completions[0].token_ids for completions in done]
+
+    with client_of(engine, 0) as client:
+        alone = tokens(client, PROMPTS[1], 300, rank=0, **drawn)
+        assert tokens(client, PROMPTS[1], 300, rank=1, **drawn) == alone
+        client.command(MakeStats())
+        assert asyncio.run(together()) == [alone] * 6
+        assert client.command(MakeStats()).value["num_preemptions"] > 0  # the pool holds three of them
 
 
 def test_a_frontend_that_is_killed_takes_only_its_own_requests_along(engine: Engine) -> None:

@@ -6,6 +6,7 @@
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
 # make aot     compile every model's steps for several TPUs, and show what they cost
+# make bench-loading     what memory loading takes, for 2 GB of weights
 # make bench-replay      what the journal costs, and whether a mixed run replays
 # make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
 # make bench-structured    JSON by nasty schemas, and what it costs those beside it
@@ -14,7 +15,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-replay bench-cpu bench-structured aot fuzz-sessions
+.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-loading bench-replay bench-cpu bench-structured aot fuzz-sessions
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -55,6 +56,9 @@ bench-scheduler: $(SELF)
 
 aot: $(SELF)
 	@$(BIN)/python -m executor.aot bench/results/aot.json bench/configs/* $(ARGS)
+
+bench-loading: $(SELF)
+	@$(BIN)/python -m bench.loading $(ARGS)
 
 bench-replay: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare

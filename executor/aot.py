@@ -8,15 +8,16 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.experimental import topologies
 from rich.console import Console
 from rich.table import Table
@@ -24,11 +25,12 @@ from rich.table import Table
 from bus import model_files
 from bus.config import Config, ConfigError
 from bus.model_files import ModelFacts
-from executor import attention_tpu, weights
+from executor import attention_tpu, hlo, weights
 from executor import mesh as meshes
 from executor.attention_tpu import TpuAttention
 from executor.mesh import DATA, MODEL
-from executor.step_programs import StepPrograms
+from executor.programs import Key
+from executor.step_programs import UNSTAGED, StepPrograms
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 GIB = 2**30
@@ -57,14 +59,14 @@ CHIPS = {
 class Program(NamedTuple):
     """A compiled program of a step, on one device; `times` is how often the step runs it."""
 
-    name: str
+    key: Key
     times: int
-    bytes_accessed: int
-    """See `memory_traffic`."""
+    bytes_moved: int
+    """See `hlo.memory_traffic`."""
     flops: float
     temporary_bytes: int
     donated_bytes: int
-    hlo: str
+    text: str
 
 
 class Step(NamedTuple):
@@ -79,8 +81,8 @@ class Step(NamedTuple):
     compile_s: float
 
     @property
-    def bytes_accessed(self) -> int:
-        return sum(program.times * program.bytes_accessed for program in self.programs)
+    def bytes_moved(self) -> int:
+        return sum(program.times * program.bytes_moved for program in self.programs)
 
     @property
     def flops(self) -> float:
@@ -118,7 +120,7 @@ class Target:
         self.chip = CHIPS[devices[0].device_kind]
         self.config, self.facts = config, facts
         self.mesh = meshes.make(config, devices)
-        model = weights.outline(facts, DTYPE, self.mesh)
+        model = weights.outline(facts, DTYPE, self.mesh, config.quantization == "int8")
         self.weight_bytes = sum(map(_local_bytes, jax.tree.leaves(model)))
         """Of one device."""
         free = self.chip.memory_bytes - self.weight_bytes
@@ -142,12 +144,11 @@ class Target:
         drawn = next(size for size in steps.draw_sizes if size >= sequences)
         ending = steps.trace_step(name, batch)
         steps.trace_drawing(drawn, ending)
-        times = {(f"{name} enter", batch): 1, ("head", drawn): 1, ("greedy", drawn): 1}
-        for group in range(len(steps.layers)):
-            key = (steps.layers_name(name, group), batch)
-            times[key] = times.get(key, 0) + 1
+        keys = [Key(f"{name} enter", batch), Key("head", drawn), Key("greedy", drawn)]
+        keys += [Key(steps.layers_name(name, group), batch) for group in range(len(steps.layers))]
+        times = Counter(keys)
         started = time.monotonic()
-        programs = [_program(*key, steps.programs.compile_one(*key), count) for key, count in times.items()]
+        programs = [_program(key, count, steps.programs.compile_one(key)) for key, count in times.items()]
         temporary = max(program.temporary_bytes for program in programs)
         return Step(
             kind,
@@ -159,6 +160,18 @@ class Target:
             time.monotonic() - started,
         )
 
+    def bytes_accessed(self, step: Step) -> int:
+        """What `cost_analysis` counts for a step that was compiled, whose programs are compiled for it once more.
+
+        That is without the use of fast memory. Otherwise it counts a weight when it is copied there, whole for each of
+        the slices in which that is done, and again when it is used.
+        """
+        total = 0
+        for program in step.programs:
+            counted = self.steps.programs.compile_one(program.key, UNSTAGED)
+            total += program.times * int(counted.cost_analysis()["bytes accessed"])
+        return total
+
     def _minimum(self, tokens: int, lines: int) -> int:
         """Bytes that a device must move: see docs/tpu.md for what is counted."""
         steps, item = self.steps, DTYPE.itemsize
@@ -167,6 +180,8 @@ class Target:
         activations = 0
         for leaf in leaves:
             local = leaf.sharding.shard_shape(leaf.shape)
+            if leaf.dtype == jnp.float32:
+                continue  # scales of a matrix of 8 bits
             if len(local) == 2:
                 activations += tokens * (local[0] + local[1])
             elif len(local) == 3:
@@ -178,8 +193,7 @@ class Target:
         total += activations * item
         # Logits are written, read when they are drawn from, and on several devices exchanged in between.
         total += 2 * lines // self.mesh.shape[MODEL] * self.facts.vocab_size * 4
-        pairs, width = steps.kv[0][0].sharding.shard_shape(steps.kv[0][0].shape)[3:]
-        return total + self.facts.num_layers * tokens * pairs * width * item
+        return total + tokens * (steps.block_bytes // steps.block_size // self.mesh.shape[MODEL])
 
     def _kernel_kv_bytes(self, name: str, batch: int) -> int:
         steps = self.steps
@@ -195,133 +209,106 @@ class Target:
 
 
 def _local_bytes(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    """Of a device's part of an array, as a TPU lays a matrix out: in tiles of 8 × 128, the way that pads less.
+
+    Tiles of fewer rows are less high, and a vector is taken as it is.
+    """
+    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
+    elements = math.prod(shape)
+    if len(shape) > 1:
+        rows, columns = shape[-2:]
+        padded = (_up(rows, 8) * _up(columns, 128), _up(columns, 8) * _up(rows, 128))
+        elements = elements // (rows * columns) * min(padded)
+    return elements * int(leaf.dtype.itemsize)
 
 
-def _program(name: str, size: int, compiled: Any, times: int) -> Program:
-    cost, memory, hlo = compiled.cost_analysis(), compiled.memory_analysis(), compiled.as_text()
+def _up(size: int, multiple: int) -> int:
+    """`size` padded to whole tiles of that size, or to a power of two if it is less than one."""
+    if size < multiple == 8:
+        return 1 << (size - 1).bit_length()
+    return -(-size // multiple) * multiple
+
+
+def _program(key: Key, times: int, compiled: Any) -> Program:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     return Program(
-        f"{name} {size}",
+        key,
         times,
-        memory_traffic(hlo),
-        cost["flops"],
+        hlo.memory_traffic(text),
+        compiled.cost_analysis()["flops"],
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        hlo,
+        text,
     )
-
-
-# What the compiled text says
-
-_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
-_ON_CHIP = re.compile(r"S\([1-9]\)")
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done", "slice-done", "after-all")
-"""Instructions that move nothing, or end what another one began."""
-
-
-class Instruction(NamedTuple):
-    """An instruction of a program's text: its opcode, its result, and the names of its operands."""
-
-    name: str
-    opcode: str
-    result: str
-    operands: list[str]
-    line: str
-
-
-def instructions(hlo: str) -> Iterator[Instruction]:
-    """All instructions of a program, those within fused computations and loops too."""
-    for line in hlo.splitlines():
-        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
-        if found:
-            name, result, opcode, rest = found.groups()
-            yield Instruction(name, opcode, result, re.findall(r"%([\w.\-]+)", rest.split("), ")[0]), line)
-
-
-def memory_traffic(hlo: str) -> int:
-    """Bytes that a program moves from and to the device's memory, without its attention kernel.
-
-    What lies in the chip's fast memory (S(1) in the text) is not counted, other than in `cost_analysis`: there it
-    counts when it is copied in, once whole for each of the slices in which that is done, and again when it is used. Of
-    a scatter only what is written counts, of a gather what is found.
-    """
-    found = {instruction.name: instruction for instruction in instructions(hlo[hlo.index("\nENTRY") :])}
-    return sum(_traffic(instruction, found) for instruction in found.values())
-
-
-def _traffic(instruction: Instruction, others: Mapping[str, Instruction]) -> int:
-    if instruction.opcode in _FREE or 'custom_call_target="ConcatBitcast"' in instruction.line:
-        return 0
-    if instruction.name.startswith("ragged_paged_attention"):
-        return 0
-    operands = [_arrays(others[name].result) for name in instruction.operands if name in others]
-    if instruction.opcode == "copy-start":
-        return _arrays(instruction.result)[0].size
-    if instruction.opcode == "slice-start":
-        return _arrays(instruction.result)[1].size
-    results = _arrays(instruction.result)
-    read = [sum(array.size for array in arrays if not array.on_chip) for arrays in operands]
-    written = sum(array.size for array in results if not array.on_chip)
-    if "scatter" in instruction.name or "dynamic-update-slice" in instruction.name:
-        update = sum(sorted(array.size for arrays in operands for array in arrays)[:-1])
-        return sum(sorted(read)[:-1]) + update
-    if "gather" in instruction.name:
-        read = [min(size, sum(array.size for array in results)) for size in read]
-    return sum(read) + written
-
-
-class _Array(NamedTuple):
-    size: int
-    on_chip: bool
-
-
-def _arrays(result: str) -> list[_Array]:
-    """The arrays in the text of a result's type."""
-    return [
-        _Array(
-            _SIZES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n), bool(_ON_CHIP.search(layout or ""))
-        )
-        for kind, dims, layout in _SHAPE.findall(result)
-    ]
-
-
-def moved(hlo: str, opcodes: Sequence[str], at_least: int) -> list[str]:
-    """Instructions of these kinds whose result has at least so many bytes."""
-    return [
-        instruction.line.strip()[:200]
-        for instruction in instructions(hlo)
-        if instruction.opcode in opcodes
-        and max((array.size for array in _arrays(instruction.result)), default=0) >= at_least
-    ]
 
 
 # The command
 
-TOPOLOGIES = {"v5e:2x2": 4, "v6e:2x2": 4, "v5e:4x4": 16}
-"""Topologies, and their devices."""
+TOPOLOGIES = {"v5e:2x2": 1, "v6e:2x2": 1, "v5e:4x4": 4}
+"""Topologies, each with how many devices share a weight there, if that leaves each of them `_WORTH_SHARING`."""
 
-_BATCHES = {"decode": 64, "prefill": 512}
+_WORTH_SHARING = GIB
+
+_INT8_ON = "v6e:2x2"
+"""Where decode steps are compiled with weights of 8 bits, too."""
+
+_BATCHES = {"decode": 8, "prefill": 512}
+
+_ROWS = 64
+"""Sequences that each rank has room for: so many that the compiler cannot bring a layer's KV cache into fast memory."""
+
+_COLUMNS = ("model", "topology", "mesh", "weights", "step", "batch", "GB accessed", "ratio", "GB moved", "KV GB")
+_MORE_COLUMNS = ("GFLOP", "GiB/chip", "compiled in s")
+
+
+class Job(NamedTuple):
+    """A step to compile: of the model in `folder`, with its weights as the setting `quantization` says."""
+
+    folder: Path
+    topology: str
+    quantization: Literal["none", "int8"]
+    kind: str
+
+
+def jobs(folders: Sequence[Path], topologies: Sequence[str], kinds: Sequence[str]) -> Iterator[Job]:
+    for kind in kinds:
+        for topology in topologies:
+            yield from (Job(folder, topology, "none", kind) for folder in folders)
+    if "decode" in kinds and _INT8_ON in topologies:
+        yield from (Job(folder, _INT8_ON, "int8", "decode") for folder in folders)
 
 
 def settings_for(facts: ModelFacts, devices: int, tensor_parallel: int) -> Config:
     return Config(
         ranks=devices // tensor_parallel,
         tensor_parallel=tensor_parallel,
-        max_num_seqs=_BATCHES["decode"],
+        max_num_seqs=_ROWS,
         max_num_batched_tokens=_BATCHES["prefill"],
         max_model_len=min(2048, facts.max_positions),
-        num_blocks=devices // tensor_parallel * _BATCHES["decode"] * CONTEXT // 16,
+        num_blocks=devices // tensor_parallel * _ROWS * CONTEXT // 16,
     )
 
 
-def smallest_fit(facts: ModelFacts, devices: list[jax.Device]) -> Target:
-    """The model on the fewest devices for each weight that it fits on."""
+def target_of(job: Job) -> Target:
+    """The model on few devices for each weight: on more if it does not fit, or as `TOPOLOGIES` says.
+
+    Raises:
+        ConfigError: it does not fit at all.
+    """
+    facts, devices = model_files.outline(job.folder), devices_of(job.topology)
     tensor_parallel = 1
     while True:
+        config = settings_for(facts, len(devices), tensor_parallel)
         try:
-            target = Target(settings_for(facts, len(devices), tensor_parallel), facts, devices)
-            if target.weight_bytes + target.kv_bytes < 0.9 * target.chip.memory_bytes:
+            target = Target(msgspec.structs.replace(config, quantization=job.quantization), facts, devices)
+            taken = target.weight_bytes + target.kv_bytes
+            if taken > 0.9 * target.chip.memory_bytes:
+                raise ConfigError(
+                    f"weights and KV cache take {taken / GIB:.1f} GiB of each device's "
+                    f"{target.chip.memory_bytes / GIB:.0f} GiB"
+                )
+            more = tensor_parallel < TOPOLOGIES.get(job.topology, 1)
+            if not (more and target.weight_bytes >= 2 * _WORTH_SHARING):
                 return target
         except ConfigError:
             if tensor_parallel == len(devices):
@@ -336,55 +323,53 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--kinds", nargs="+", choices=_BATCHES, default=list(_BATCHES))
     parsed = parser.parse_args(arguments)
-    console = Console(width=160)
-    table = Table(
-        "model",
-        "topology",
-        "mesh",
-        "step",
-        "batch",
-        "GB accessed",
-        "ratio",
-        "kernel's KV GB",
-        "GFLOP",
-        "GiB/chip",
-        "compiled in s",
-    )
-    rows: list[dict[str, Any]] = []
+    console = Console(width=180, highlight=False)
+    table = Table(*_COLUMNS, *_MORE_COLUMNS)
+    found: dict[str, list[dict[str, Any]]] = {"programs": [], "left_out": []}
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
-    for folder in parsed.configs:
-        facts = model_files.outline(folder)
-        for topology in parsed.topologies:
-            target = smallest_fit(facts, devices_of(topology))
-            for kind in parsed.kinds:
-                step = target.compile(kind, _BATCHES[kind])
-                rows.append(_row(folder.name, topology, step))
-                parsed.out.write_text(json.dumps({"programs": rows}, indent=1) + "\n")
-                shape = f"{target.mesh.shape[DATA]}×{target.mesh.shape[MODEL]}"
-                shown = [folder.name, topology, shape, kind, step.batch]
-                shown += [f"{step.bytes_accessed / 1e9:.2f}", f"{step.bytes_accessed / step.bytes_minimum:.2f}"]
-                shown += [f"{step.kernel_kv_bytes / 1e9:.2f}", f"{step.flops / 1e9:.0f}"]
-                shown += [f"{step.memory_bytes / GIB:.1f}", f"{step.compile_s:.0f}"]
-                table.add_row(*map(str, shown))
-                console.print(*map(str, shown), highlight=False)
+    for job in jobs(parsed.configs, parsed.topologies, parsed.kinds):
+        try:
+            target = target_of(job)
+        except ConfigError as error:
+            console.print(f"{job.folder.name} on {job.topology}: {error}")
+            found["left_out"].append({"model": job.folder.name, "topology": job.topology, "reason": str(error)})
+        else:
+            step = target.compile(job.kind, _BATCHES[job.kind])
+            found["programs"].append(_row(job, target, step, target.bytes_accessed(step)))
+            shown = _shown(found["programs"][-1])
+            table.add_row(*shown)
+            console.print(*shown)
+        parsed.out.write_text(json.dumps(found, indent=1) + "\n")  # so that what is done stays if this is ended
     console.print(table)
     return 0
 
 
-def _row(model: str, topology: str, step: Step) -> dict[str, Any]:
+def _row(job: Job, target: Target, step: Step, accessed: int) -> dict[str, Any]:
     return {
-        "model": model,
-        "topology": topology,
+        "model": job.folder.name,
+        "topology": job.topology,
+        "mesh": f"{target.mesh.shape[DATA]}x{target.mesh.shape[MODEL]}",
+        "quantization": job.quantization,
         "kind": step.kind,
         "batch": step.batch,
-        "bytes_accessed_outside_kernel": step.bytes_accessed,
+        "bytes_accessed_outside_kernel": accessed,
         "bytes_minimum_outside_kernel": step.bytes_minimum,
-        "bytes_ratio": round(step.bytes_accessed / step.bytes_minimum, 4),
+        "bytes_ratio": round(accessed / step.bytes_minimum, 4),
+        "bytes_moved_outside_kernel": step.bytes_moved,
         "kernel_kv_bytes": step.kernel_kv_bytes,
         "flops": int(step.flops),
         "memory_per_chip_bytes": step.memory_bytes,
         "compile_s": round(step.compile_s, 1),
     }
+
+
+def _shown(row: Mapping[str, Any]) -> list[str]:
+    """The columns of a row."""
+    words = [str(row[key]) for key in ("model", "topology", "mesh", "quantization", "kind", "batch")]
+    gigabytes = [row[f"bytes_{what}_outside_kernel"] / 1e9 for what in ("accessed", "moved")]
+    words += [f"{gigabytes[0]:.2f}", f"{row['bytes_ratio']:.2f}", f"{gigabytes[1]:.2f}"]
+    words += [f"{row['kernel_kv_bytes'] / 1e9:.2f}", f"{row['flops'] / 1e9:.0f}"]
+    return [*words, f"{row['memory_per_chip_bytes'] / GIB:.1f}", f"{row['compile_s']:.0f}"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Attention over the paged KV cache: one interface, and its implementation in plain XLA for a CPU.
 
 It runs within `shard_map`, on what one device has of the heads and the blocks: arrays with a leading axis of shards
-have one entry there. A layer's KV cache is one array [shards, blocks, block_size, 2 × kv_heads, head_dim], a head's key
-and value side by side; block 0 of each shard belongs to nobody and takes what padding writes. `plan` is made once per
-step, by the program of the step itself, and holds all that follows from the batch and not from the layer.
+have one entry there. A layer's KV cache is one array [shards, pages, block_size, 2 × kv_heads, head_dim], a head's key
+and value side by side; a page is a block, or the part of one that some of the heads have (`Attention.cache_shape`);
+block 0 of each shard belongs to nobody and takes what padding writes. `plan` is made once per step, by the program of
+the step itself, and holds all that follows from the batch and not from the layer.
 """
 
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ class Attention(Protocol):
 
     marks_padding: ClassVar[bool]
 
-    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
-        """The last two axes of the cache for a device that has `kv_heads`."""
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        """For a device that has `kv_heads`: the pages of a block, and the last two axes of the cache."""
         ...
 
     def plan(self, batch: Batch, tokens: Tokens) -> Plan: ...
@@ -128,8 +129,8 @@ class XlaAttention:
     group: int = 8
     chunk_tokens: int = 128
 
-    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
-        return 2 * kv_heads, head_dim
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        return 1, 2 * kv_heads, head_dim
 
     def plan(self, batch: Batch, tokens: Tokens) -> _XlaPlan:
         shards, sequences = batch.num_tokens.shape

@@ -28,8 +28,8 @@ class KernelAttention:
     def takes(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> bool:
         return head_dim % 8 == 0 and heads // kv_heads <= _MOST_SHARED and dtype == jnp.float32
 
-    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
-        return 2 * kv_heads, head_dim
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        return 1, 2 * kv_heads, head_dim
 
     def plan(self, batch: Batch, tokens: Tokens) -> Plan:
         return batch.positions, batch.num_tokens, batch.block_tables

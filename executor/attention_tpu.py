@@ -42,6 +42,9 @@ class _Plan(NamedTuple):
 class TpuAttention:
     """Pads heads and their size with zeros to what the kernel takes, in the cache too.
 
+    Of heads wider than `LANES` it takes one at a time: each KV head then has pages of its own, and the kernel is called
+    for each.
+
     `one_each` says that every sequence has one token: the batch of a pure decode step. A shard without sequences gets
     one of one token, in the spare block: the kernel begins to copy the first sequence's blocks whatever there is.
     """
@@ -52,8 +55,9 @@ class TpuAttention:
 
     marks_padding: ClassVar[bool] = False
 
-    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
-        return 2 * padded_heads(kv_heads), -(-head_dim // LANES) * LANES
+    def cache_shape(self, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        width = -(-head_dim // LANES) * LANES
+        return (1, 2 * padded_heads(kv_heads), width) if width == LANES else (kv_heads, 2, width)
 
     def plan(self, batch: Batch, tokens: Tokens) -> _Plan:
         return over_shards(self._plan)(batch, tokens)
@@ -87,24 +91,32 @@ class TpuAttention:
     def _shard(self, view: View, q: Array, k: Array, v: Array, kv: Array, plan: _Plan) -> tuple[Array, Array]:
         """As `__call__`, without the shards' axis."""
         count, kv_heads, head_dim = k.shape
-        pairs, width = kv.shape[2:]
-        extra = ((0, 0), (0, pairs // 2 - kv_heads), (0, 0), (0, width - head_dim))
-        written = jnp.pad(jnp.stack([k, v], axis=2), extra).reshape(count, pairs, width)
-        kv = kv.at[plan.blocks, plan.offsets].set(written.astype(kv.dtype))
+        pages, pairs, width = self.cache_shape(kv_heads, head_dim)
+        heads = pages * pairs // 2
+        extra = ((0, 0), (0, heads - kv_heads), (0, 0), (0, width - head_dim))
+        written = jnp.pad(jnp.stack([k, v], axis=2), extra).reshape(count, pages, pairs, width)
+        page = plan.blocks[:, None] * pages + jnp.arange(pages)
+        kv = kv.at[page, plan.offsets[:, None]].set(written.astype(kv.dtype))
         queries = jnp.pad(q.reshape(count, kv_heads, -1, head_dim), extra)
-        out = self.kernel(
-            queries.reshape(count, -1, width),
-            kv,
-            plan.lengths,
-            plan.block_tables,
-            plan.first_queries,
-            plan.count,
-            sm_scale=view.scale,
-            sliding_window=view.window or None,
-            soft_cap=view.soft_cap or None,
-            **self.sizes(count, plan.block_tables.shape[1]),
-        )
-        return out.reshape(queries.shape)[:, :kv_heads, :, :head_dim].reshape(q.shape), kv
+
+        def attend(page: int) -> Array:
+            mine = queries[:, page * heads // pages : (page + 1) * heads // pages]
+            out = self.kernel(
+                mine.reshape(count, -1, width),
+                kv,
+                plan.lengths,
+                plan.block_tables * pages + page,
+                plan.first_queries,
+                plan.count,
+                sm_scale=view.scale,
+                sliding_window=view.window or None,
+                soft_cap=view.soft_cap or None,
+                **self.sizes(count, plan.block_tables.shape[1]),
+            )
+            return out.reshape(mine.shape)
+
+        out = jnp.concatenate([attend(page) for page in range(pages)], axis=1)
+        return out[:, :kv_heads, :, :head_dim].reshape(q.shape), kv
 
 
 def padded_heads(kv_heads: int) -> int:

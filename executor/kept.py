@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ class Kept:
             f"{jax.__version__}|{device.client.platform_version}|{jax.process_index()}|{jax.devices()}|{cpu()}"
         )
 
-    def compiled(self, lowered: Any) -> tuple[Any, bool]:
-        """The compiled program of a lowered one, and whether it had to be compiled."""
-        text = f"{self._place}|{lowered.as_text()}"
+    def compiled(self, lowered: Any, options: Mapping[str, str] | None) -> tuple[Any, bool]:
+        """The compiled program of a lowered one, and whether it had to be compiled, with `options` for the compiler."""
+        text = f"{self._place}|{options}|{lowered.as_text()}"
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
         try:
             tree = jax.tree.structure(lowered.args_info)
@@ -36,7 +37,7 @@ class Kept:
             pass
         except Exception as error:  # whatever a file that is damaged makes of it
             log.warning("a compiled program could not be read again", detail=f"{type(error).__name__}: {error}")
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
         self._keep(path, serialize(compiled)[0])
         return compiled, True
 

@@ -2,6 +2,15 @@
 
 from bus.config import Config, ConfigError
 
+_MEMORY_FRACTION = {"cpu": 0.1, "tpu": 0.9}
+"""`Config.kv_memory_fraction` by default. A TPU needs the rest for what a step makes and forgets; a CPU's memory is
+shared with all that runs there."""
+
+
+def memory_fraction(config: Config, platform: str) -> float:
+    """The part of the memory to share that the KV pool takes on devices of that platform."""
+    return config.kv_memory_fraction or _MEMORY_FRACTION[platform]
+
 
 class KvLayout:
     """The ranks' blocks in the arrays of the data shards; block 0 of every shard is the spare one (see `attention`).
@@ -12,7 +21,7 @@ class KvLayout:
     def __init__(
         self, config: Config, max_model_len: int, block_bytes: int, memory_bytes: int, shards: int = 1
     ) -> None:
-        """Take what the config says, or else its part of `memory_bytes` at `block_bytes` (all layers) each.
+        """Take what the config says, or else what `memory_bytes` hold at `block_bytes` (all layers) each.
 
         Raises:
             ConfigError: a rank's blocks do not hold a sequence of `max_model_len`.
@@ -22,7 +31,7 @@ class KvLayout:
         self.most_blocks = -(-max_model_len // config.block_size)
         """Blocks of the longest sequence."""
         useful = config.ranks * config.max_num_seqs * self.most_blocks
-        affordable = int(memory_bytes * config.kv_memory_fraction) // block_bytes
+        affordable = memory_bytes // block_bytes
         self.num_blocks: int = config.num_blocks or min(affordable, useful)
         if self.blocks_of_rank(config.ranks - 1) < self.most_blocks:
             raise ConfigError(

@@ -8,6 +8,7 @@ from bus import config as configuration
 from bus import model_files
 from bus.config import ConfigError
 from executor.aot import CONTEXT, GIB, Step, Target, devices_of
+from executor.kv_layout import memory_fraction
 from executor.mesh import DATA, MODEL
 
 USAGE = """usage: rankbus plan --model DIR --topology v6e:2x2 [--ranks 4] [--tensor-parallel 1] [--SETTING VALUE …]
@@ -42,7 +43,7 @@ def describe(target: Target) -> str:
             f"  weights    {target.weight_bytes / GIB:7.2f} GiB per device, of {target.chip.memory_bytes / GIB:.0f}",
             f"  KV cache   {target.kv_bytes / GIB:7.2f} GiB per device: {steps.kv_layout.num_blocks} blocks of "
             f"{steps.block_size} tokens in all; {free // block_bytes * mesh.shape[DATA]} would fill the memory "
-            f"(kv_memory_fraction {config.kv_memory_fraction:g})",
+            f"(kv_memory_fraction {memory_fraction(config, steps.platform):g})",
         ]
     )
 
@@ -71,7 +72,7 @@ def _steps(target: Target, console: Console) -> Table:
         table.add_row(
             kind,
             f"{size}",
-            f"{step.bytes_accessed / 1e9:.2f}",
+            f"{step.bytes_moved / 1e9:.2f}",
             f"{step.kernel_kv_bytes / 1e9:.2f}",
             f"{step.flops / 1e9:.0f}",
             f"{step.memory_bytes / GIB:.1f}",
@@ -104,6 +105,6 @@ def roofline(target: Target, step: Step) -> tuple[float, str]:
 
     What devices exchange is not counted, nor attention's operations, of which few come to each byte that it reads.
     """
-    memory = (step.bytes_accessed + step.kernel_kv_bytes) / target.chip.bytes_s
+    memory = (step.bytes_moved + step.kernel_kv_bytes) / target.chip.bytes_s
     compute = step.flops / target.chip.flops_s
     return (memory, "memory") if memory >= compute else (compute, "compute")

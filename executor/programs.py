@@ -3,10 +3,10 @@
 import bisect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,9 @@ from executor.kept import Kept
 from executor.progress import Progress
 
 log = get_logger()
+
+Options: TypeAlias = Mapping[str, str] | None
+"""Options of XLA's compiler, by name."""
 
 
 class Key(NamedTuple):
@@ -61,6 +64,7 @@ class Programs:
         self._spans_processes = hosts.are_several()
         self._kept = Kept(Path(jax.config.jax_compilation_cache_dir)) if hosts.is_follower() else None
         self._functions: dict[Key, Any] = {}
+        self._options: dict[Key, Options] = {}
         self._traced: dict[Key, Any] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._ready = False
@@ -73,12 +77,14 @@ class Programs:
         in_specs: Any,
         out_specs: Any,
         donate: Sequence[int] = (),
+        options: Options = None,
     ) -> None:
         """Declare a program: `function` works on a device's parts of the arguments, which `in_specs` say how to make.
 
-        The arguments in `donate` are given away when it is called.
+        The arguments in `donate` are given away when it is called; `options` are for the compiler.
         """
         self._functions[Key(name, size)] = meshes.jit(function, self._mesh, in_specs, out_specs, donate)
+        self._options[Key(name, size)] = options
 
     def trace(self, name: str, size: int, *arguments: Any) -> Any:
         """Have a program compiled by `compile_all`, for arrays like `arguments` (arrays or shapes).
@@ -96,7 +102,7 @@ class Programs:
         counter = _CacheMisses()
         # Lowering holds the interpreter, compiling does not: two threads keep both busy.
         with ThreadPoolExecutor(threads) as pool, counter:
-            jobs = {pool.submit(self._compile, traced, counter): key for key, traced in self._traced.items()}
+            jobs = {pool.submit(self._compile, key, traced, counter): key for key, traced in self._traced.items()}
             progress("compiling programs", 0, len(jobs))
             for done, job in enumerate(as_completed(jobs), 1):
                 self._compiled[jobs[job]] = job.result()
@@ -110,9 +116,9 @@ class Programs:
             seconds=round(time.monotonic() - started, 1),
         )
 
-    def compile_one(self, name: str, size: int) -> Any:
-        """Compile a program that was traced, and return it."""
-        return self._compile(self._traced[Key(name, size)])
+    def compile_one(self, key: Key, options: Options = None) -> Any:
+        """Compile a program that was traced, with `options` or else its own, and return it."""
+        return self._traced[key].lower().compile(compiler_options=options or self._options[key])
 
     def run(self, name: str, size: int, *arguments: Any) -> Any:
         """Call a program. Returns as soon as the device has it, or as soon as the device allows."""
@@ -123,13 +129,13 @@ class Programs:
         if program is None:
             if self._ready:
                 log.error("a program was compiled while serving", program=name, size=size)
-            program = self._compiled[key] = self._compile(self._functions[key].trace(*arguments))
+            program = self._compiled[key] = self._compile(key, self._functions[key].trace(*arguments))
         return program(*arguments)
 
-    def _compile(self, traced: Any, counter: "_CacheMisses | None" = None) -> Callable[..., Any]:
+    def _compile(self, key: Key, traced: Any, counter: "_CacheMisses | None" = None) -> Callable[..., Any]:
         if self._kept is None:
-            return traced.lower().compile()
-        program, is_new = self._kept.compiled(traced.lower())
+            return traced.lower().compile(compiler_options=self._options[key])
+        program, is_new = self._kept.compiled(traced.lower(), self._options[key])
         if is_new and counter is not None:
             counter.add()
         return program

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
 from bus import model_files
 from bus.config import Config
@@ -103,15 +105,12 @@ class Runner:
         devices = device.set_up(config.cache_path)
         mesh = meshes.make(config, devices)
         dtype = device.dtype_of(config, devices[0])
-        kernels = StepPrograms.can_use_kernels(mesh, dtype) and library.load(config.cache_path)
         facts = model_files.read(model_dir)
         others = draft_facts(config, facts)
         memory_bytes = device.memory_for_sharing(mesh.devices.flatten().tolist())
 
         def network(config: Config, facts: ModelFacts, memory_bytes: int) -> Network:
-            model = weights.load(facts, weights.outline(facts, dtype, mesh), progress)
-            if kernels:
-                products.pack_model(model)
+            model, kernels = load_model(config, facts, mesh, dtype, progress)
             return Network(StepPrograms(config, facts, mesh, model, memory_bytes, kernels))
 
         share = 1.0 if others is None else facts.kv_width / (facts.kv_width + others.kv_width)
@@ -321,6 +320,15 @@ def _known(drafts: Drafts, drafted: Sequence[tuple[Array, Places]]) -> Drafts:
         # What could not be drawn stands on the device as token 0
         tokens[drafts.places == place] = np.maximum(np.asarray(drawn)[places.shards, places.places], 0)
     return Drafts(drafts.counts, tokens)
+
+
+def load_model(
+    config: Config, facts: ModelFacts, mesh: Mesh, dtype: Any, progress: Progress
+) -> tuple[nnx.Module, bool]:
+    """The model with its weights as steps take them, and whether the CPU's kernels may be used with it."""
+    kernels = StepPrograms.can_use_kernels(mesh, dtype) and library.load(config.cache_path)
+    outline = weights.outline(facts, dtype, mesh, config.quantization == "int8")
+    return weights.load(facts, outline, progress, products.Packer().pack if kernels else None), kernels
 
 
 def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, int]]]:

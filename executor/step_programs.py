@@ -22,7 +22,7 @@ from executor.attention_cpu import KernelAttention
 from executor.attention_tpu import TpuAttention
 from executor.compute import FIELDS, Model
 from executor.constraints import compose
-from executor.kv_layout import KvLayout
+from executor.kv_layout import KvLayout, memory_fraction
 from executor.mesh import BY_LINE, BY_SHARD, DATA, MODEL, WHOLE
 from executor.models import parts
 from executor.placement import SETUP_TOKENS, Placement
@@ -37,8 +37,11 @@ MOST_LAYERS = {"cpu": 3, "tpu": 4}
 twice the time, and a call costs 0.1 ms. A TPU's compiler takes seconds for each layer, at each of a dozen sizes; and
 while it works on one program it has the next one already."""
 
+UNSTAGED = {"xla_msa_enable": "false"}
+"""Keeps a TPU's compiler from placing arrays in the chip's fast memory."""
+
 KV = PartitionSpec(DATA, None, None, MODEL)
-"""Of a layer's KV cache [shards, blocks, block_size, heads of all the shard's devices, head_dim]."""
+"""Of a layer's KV cache [shards, pages, block_size, heads of all the shard's devices, head_dim]."""
 
 Shape: TypeAlias = jax.ShapeDtypeStruct
 
@@ -76,8 +79,8 @@ class StepPrograms:
         shards, devices = mesh.shape[DATA], mesh.shape[MODEL]
         self.platform: str = mesh.devices.flat[0].platform
 
+        dtype = model.norm.scale.get_value().dtype
         self.model, self.outer, layers = Model.take_apart(model)
-        dtype = self.outer[0].dtype
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
         self._kernels = kernels and KernelAttention.takes(*heads, dtype)
         together = _largest_divisor(facts.num_layers, MOST_LAYERS[self.platform])
@@ -90,12 +93,13 @@ class StepPrograms:
 
         kv_heads = parts.heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, devices).keys.size
         kv_heads //= facts.head_dim * devices
-        pairs, width = self.attention("decode").cache_shape(kv_heads, facts.head_dim)
-        block = (self.block_size, pairs * devices, width)
-        self.block_bytes = facts.num_layers * math.prod(block) * dtype.itemsize
+        pages, pairs, width = self.attention("decode").cache_shape(kv_heads, facts.head_dim)
+        page = (self.block_size, pairs * devices, width)
+        self.block_bytes = facts.num_layers * pages * math.prod(page) * dtype.itemsize
         """Of a block, all layers, on all devices of its shard."""
-        self.kv_layout = KvLayout(config, self.max_model_len, self.block_bytes, memory_bytes, shards)
-        cache = self._shape((shards, self.kv_layout.shard_blocks, *block), dtype, KV)
+        kv_bytes = int(memory_bytes * memory_fraction(config, self.platform))
+        self.kv_layout = KvLayout(config, self.max_model_len, self.block_bytes, kv_bytes, shards)
+        cache = self._shape((shards, self.kv_layout.shard_blocks * pages, *page), dtype, KV)
         self.kv = [[cache] * together for _ in starts]
 
         self.placement = Placement(shards, -(-config.ranks // shards), config.max_num_seqs)
@@ -186,11 +190,13 @@ class StepPrograms:
         """Name all programs that steps can need, in all sizes."""
         add = self.programs.add
         outer = meshes.spec_of(self.outer)
+        # It would bring a whole embedding into the fast memory to find some rows in it.
+        options = UNSTAGED if self.platform == "tpu" else None
         for name, sizes in (("decode", self.decode_sizes), ("mixed", self.mixed_sizes)):
             attention = self.attention(name)
             for size in sizes:
                 enter = partial(self.model.enter, attention, size)
-                add(f"{name} enter", size, enter, (outer, BY_SHARD, BY_SHARD), BY_SHARD)
+                add(f"{name} enter", size, enter, (outer, BY_SHARD, BY_SHARD), BY_SHARD, options=options)
                 for group in self.first_groups:
                     run = partial(self.model.run_layers, attention, self.lines, self._kinds[group])
                     given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD)

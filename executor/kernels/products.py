@@ -1,9 +1,12 @@
-"""Products with packed weights. The functions that models call take weights packed or not: a packed one has 3 axes."""
+"""Products with weights as they are, packed, or of 8 bits: the functions that models call take all three.
+
+A packed weight has 3 axes where others have 2.
+"""
 
 import ctypes
 import mmap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +20,52 @@ PANEL = 16
 """Columns of a packed weight that lie together; `kPanel` in cpu.cc."""
 
 
-def matmul(x: Array, weight: Array) -> Array:
-    """x [..., depth] times a weight [depth, width], or the same weight packed: [..., width]."""
+class Int8(NamedTuple):
+    """A weight of 8 bits: `values` times `scales`, of which each output has one.
+
+    It is read as it is and scaled when all is added up: a step reads half of what it reads of bfloat16.
+    """
+
+    values: Array
+    """int8, shaped as the weight."""
+    scales: Array
+    """float32, shaped as the weight without its inputs."""
+
+
+Weight: TypeAlias = Array | Int8
+
+
+def matmul(x: Array, weight: Weight) -> Array:
+    """x [..., depth] times a weight [depth, width]: [..., width]."""
     return matmuls(x, [weight])[0]
 
 
-def matmuls(x: Array, weights: Sequence[Array]) -> list[Array]:
+def matmuls(x: Array, weights: Sequence[Weight]) -> list[Array]:
     """`matmul` of x with each of `weights`: packed ones in one call, which costs less than several.
 
     Rows at the end of x that begin with NaN take no time; see `mark_unused`.
     """
-    if any(weight.ndim == 2 for weight in weights):
-        return [x @ weight if weight.ndim == 2 else matmul(x, weight) for weight in weights]
-    shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0] * PANEL), jnp.float32) for weight in weights]
-    return list(jax.ffi.ffi_call("rankbus_products", shapes)(x, *weights))
+    packed = [weight for weight in weights if _is_packed(weight)]
+    if len(packed) < len(weights):
+        return [matmul(x, weight) if _is_packed(weight) else _product(x, weight) for weight in weights]
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0] * PANEL), jnp.float32) for weight in packed]
+    return list(jax.ffi.ffi_call("rankbus_products", shapes)(x, *packed))
 
 
-def gated(activation: str, x: Array, gate: Array, up: Array) -> Array:
+def _is_packed(weight: Weight) -> TypeGuard[Array]:
+    return not isinstance(weight, Int8) and weight.ndim == 3
+
+
+def _product(x: Array, weight: Weight) -> Array:
+    if not isinstance(weight, Int8):
+        return x @ weight
+    product = jnp.matmul(x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+    return (product * weight.scales).astype(x.dtype)
+
+
+def gated(activation: str, x: Array, gate: Weight, up: Weight) -> Array:
     """activation(x gate) × (x up); see `activate`. Weights as in `matmul`."""
-    if gate.ndim == 2 or up.ndim == 2:
+    if not (_is_packed(gate) and _is_packed(up)):
         return activate(activation, matmul(x, gate)) * matmul(x, up)
     shape = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0] * PANEL), jnp.float32)
     return jax.ffi.ffi_call("rankbus_gated", shape)(x, gate, up, gelu=np.bool_(activation != "silu"))
@@ -54,13 +84,17 @@ def mark_unused(x: Array, used: Array) -> Array:
     return jnp.where(used[..., None], x, jnp.nan)
 
 
-def scores(x: Array, table: Array) -> Array:
+def scores(x: Array, table: Weight) -> Array:
     """x [..., depth] times each row of a table [rows, depth], or of one whose transpose was packed: [..., rows]."""
+    if isinstance(table, Int8):
+        return _product(x, Int8(table.values.T, table.scales))
     return x @ table.T if table.ndim == 2 else matmul(x, table)
 
 
-def look_up(table: Array, rows: Array) -> Array:
-    """Rows [...] of a table [·, depth], or of one whose transpose was packed: [..., depth]."""
+def look_up(table: Weight, rows: Array) -> Array:
+    """Rows [...] of a table [·, depth], or of one whose transpose was packed: [..., depth]; float32 of 8 bits."""
+    if isinstance(table, Int8):
+        return table.values[rows] * table.scales[rows][..., None]
     if table.ndim == 2:
         return table[rows]
     panel, place = jnp.divmod(rows, PANEL)
@@ -68,23 +102,11 @@ def look_up(table: Array, rows: Array) -> Array:
 
 
 def pack_model(model: nnx.Module) -> None:
-    """Pack, in place, the parameters that are used by the functions above: those named `kernel` and `embedding`.
-
-    The model is on one device. Those of other types than float32, and those that do not fill whole panels, stay as they
-    are.
-    """
-    packer = _Packer()
+    """Pack, in place, the parameters that are used by the functions above; see `Packer`. The model is on one device."""
+    packer = Packer()
     for path, variable in list(nnx.iter_graph(model)):
-        if not isinstance(variable, nnx.Param) or path[-1] not in ("kernel", "embedding"):
-            continue
-        where = variable[...].sharding
-        weight = np.asarray(variable[...])
-        if path[-1] == "embedding":
-            weight = weight.T
-        if weight.ndim == 2 and weight.dtype == np.float32 and weight.shape[1] % PANEL == 0:
-            variable.set_value(packer.pack(weight, _whole(where)))
-        del weight
-        _give_memory_back()
+        if isinstance(variable, nnx.Param):
+            packer.pack(path, variable)
 
 
 def _whole(sharding: Sharding) -> Sharding:
@@ -92,8 +114,12 @@ def _whole(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
-class _Packer:
-    """Puts packed weights one after the other into memory of large pages: small ones cost time to find."""
+class Packer:
+    """Packs parameters that are named `kernel` or `embedding`, one after the other into memory of large pages.
+
+    Small pages cost time to find. Parameters of other types than float32, and those that do not fill whole panels, stay
+    as they are.
+    """
 
     _SLAB = 64 << 20
 
@@ -101,7 +127,20 @@ class _Packer:
         self._slab: Any = None
         self._used = 0
 
-    def pack(self, weight: np.ndarray, sharding: Sharding) -> Array:
+    def pack(self, path: Sequence[Any], variable: nnx.Variable) -> None:
+        """Pack the parameter at `path` of its model, in place."""
+        if path[-1] not in ("kernel", "embedding"):
+            return
+        where = variable[...].sharding
+        weight = np.asarray(variable[...])
+        if path[-1] == "embedding":
+            weight = weight.T
+        if weight.ndim == 2 and weight.dtype == np.float32 and weight.shape[1] % PANEL == 0:
+            variable.set_value(self._packed(weight, _whole(where)))
+        del weight
+        _give_memory_back()
+
+    def _packed(self, weight: np.ndarray, sharding: Sharding) -> Array:
         """From [depth, width] to [width / PANEL, depth, PANEL], as `rankbus_products` takes it."""
         depth, width = weight.shape
         packed = self._room(weight.size * 4).reshape(width // PANEL, depth, PANEL)

@@ -60,7 +60,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, build.dtype, self.norm_offset)
         columns = parts.evenly(facts.vocab_size, build.model, 1)
         tied = facts.tie_word_embeddings
-        self.lm_head = None if tied else Linear(facts.hidden_size, facts.vocab_size, build.dtype, columns)
+        self.lm_head = None if tied else Linear(facts.hidden_size, facts.vocab_size, build, columns)
         rope_frequencies(facts.rope, facts.head_dim)  # refuses what it cannot do now, not when a step is compiled
         self.rope, self.head_dim = facts.rope, facts.head_dim
         self.vocab_size, self.soft_cap = facts.vocab_size, facts.final_soft_cap
@@ -92,7 +92,8 @@ class Decoder(nnx.Module):
 def tensor_of(path: tuple[str | int, ...]) -> tuple[str, bool]:
     """The tensor that a parameter of a decoder is read from, and whether it is the transpose of what the file holds.
 
-    In the name of one that every expert has a part of, {} stands for the expert.
+    The scales of a weight of 8 bits come from the weight's tensor. In the name of one that every expert has a part of,
+    {} stands for the expert.
     """
     *where, kind = map(str, path)
     if "experts" in where:

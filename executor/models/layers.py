@@ -26,18 +26,52 @@ Rotation = tuple[Array, Array]
 
 
 class Build(NamedTuple):
-    """What models are made for: the type of their weights, and the sizes of the mesh."""
+    """What models are made for: the type of their weights, and the sizes of the mesh.
+
+    `int8` says that matrices are of 8 bits, see `products.Int8`; norms, biases and routers never are. Vectors of
+    embeddings are padded to a multiple of `lanes`: a TPU lays a table of others out by columns, and would turn it
+    around for each look-up.
+    """
 
     dtype: Any
     data: int
     model: int
+    int8: bool = False
+    lanes: int = 1
 
 
-def parameter(shape: tuple[int, ...], dtype: Any, parting: Parting | None = None) -> nnx.Param:
-    """A parameter that has `shape` in the file (transposed, if it is a kernel), and its parts' sizes on the mesh."""
+def parameter(shape: tuple[int, ...], dtype: Any, parting: Parting | None = None, extra: int = 0) -> nnx.Param:
+    """A parameter that has `shape` in the file (transposed, if it is a kernel), and its parts' sizes on the mesh.
+
+    Its last axis has `extra` zeros more.
+    """
     if parting is not None:
         shape = (*shape[: parting.axis], parting.size, *shape[parting.axis + 1 :])
-    return nnx.Param(jnp.zeros(shape, dtype), parting=parting)
+    return nnx.Param(jnp.zeros((*shape[:-1], shape[-1] + extra), dtype), parting=parting, extra=extra)
+
+
+class Matrix(nnx.Module):
+    """A matrix, or one for every expert, as one parameter; of 8 bits with another, the `scales` of its outputs."""
+
+    name = "kernel"
+    """Of the parameter."""
+
+    def __init__(
+        self, shape: tuple[int, ...], build: Build, parting: Parting | None, inputs: int = -2, extra: int = 0
+    ) -> None:
+        """`inputs` is the axis over which products add up; for `extra` see `parameter`."""
+        setattr(self, self.name, parameter(shape, jnp.int8 if build.int8 else build.dtype, parting, extra))
+        summed = inputs % len(shape)
+        outputs = tuple(size for axis, size in enumerate(shape) if axis != summed)
+        if parting is not None:
+            parting = None if parting.axis == summed else parting.along(parting.axis - (parting.axis > summed))
+        self.scales = parameter(outputs, jnp.float32, parting) if build.int8 else None
+
+    @property
+    def weight(self) -> products.Weight:
+        """What products take."""
+        values = getattr(self, self.name)[...]
+        return values if self.scales is None else products.Int8(values, self.scales[...])
 
 
 class RMSNorm(nnx.Module):
@@ -58,18 +92,18 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * self.scale[...]
 
 
-class Linear(nnx.Module):
+class Linear(Matrix):
     """x W, or x W + b, with W [inputs, outputs].
 
     Parted by its outputs (axis 1), each device has some of them; parted by its inputs (axis 0), each has some of those,
     and all get the sum.
     """
 
-    def __init__(self, inputs: int, outputs: int, dtype: Any, parting: Parting | None, bias: bool = False) -> None:
-        self.kernel = parameter((inputs, outputs), dtype, parting)
+    def __init__(self, inputs: int, outputs: int, build: Build, parting: Parting | None, bias: bool = False) -> None:
+        super().__init__((inputs, outputs), build, parting)
         self.sums = parting is not None and parting.axis == 0
         assert not (bias and self.sums), "every device would add it"
-        self.bias = parameter((outputs,), dtype, parting and parting.along(0)) if bias else None
+        self.bias = parameter((outputs,), build.dtype, parting and parting.along(0)) if bias else None
 
     def __call__(self, x: Array) -> Array:
         return together(x, self)[0]
@@ -78,30 +112,38 @@ class Linear(nnx.Module):
 def together(x: Array, *linears: Linear) -> list[Array]:
     """What each of `linears` makes of x."""
     results = []
-    for linear, result in zip(linears, products.matmuls(x, [linear.kernel[...] for linear in linears]), strict=True):
+    for linear, result in zip(linears, products.matmuls(x, [linear.weight for linear in linears]), strict=True):
         whole = lax.psum(result, MODEL) if linear.sums else result
         results.append(whole if linear.bias is None else whole + linear.bias[...])
     return results
 
 
-class Embedding(nnx.Module):
+class Embedding(Matrix):
     """A vector per token; each device has those of a part of the vocabulary."""
 
+    name = "embedding"
+
     def __init__(self, vocabulary: int, hidden: int, build: Build) -> None:
-        self.embedding = parameter((vocabulary, hidden), build.dtype, parts.evenly(vocabulary, build.model, 0))
+        self.hidden, self.extra = hidden, -hidden % build.lanes
+        parting = parts.evenly(vocabulary, build.model, 0)
+        super().__init__((vocabulary, hidden), build, parting, inputs=1, extra=self.extra)
+        self.dtype = build.dtype
 
     def __call__(self, tokens: Array) -> Array:
-        table = self.embedding[...]
         if lax.axis_size(MODEL) == 1:
-            return products.look_up(table, tokens)
-        mine = tokens - lax.axis_index(MODEL) * table.shape[0]
-        here = (mine >= 0) & (mine < table.shape[0])
-        found = table[jnp.clip(mine, 0, table.shape[0] - 1)]
-        return lax.psum(jnp.where(here[..., None], found, 0), MODEL)
+            return self._look_up(tokens)
+        count = self.embedding.shape[0]
+        mine = tokens - lax.axis_index(MODEL) * count
+        here = (mine >= 0) & (mine < count)
+        return lax.psum(jnp.where(here[..., None], self._look_up(jnp.clip(mine, 0, count - 1)), 0), MODEL)
+
+    def _look_up(self, tokens: Array) -> Array:
+        return products.look_up(self.weight, tokens)[..., : self.hidden].astype(self.dtype)
 
     def scores(self, x: Array) -> Array:
         """The products of `x` with the device's part of the vectors: what a tied head does."""
-        return products.scores(x, self.embedding[...])
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, self.extra))) if self.extra else x
+        return products.scores(padded, self.weight)
 
 
 class GatedMlp(nnx.Module):
@@ -110,14 +152,13 @@ class GatedMlp(nnx.Module):
     def __init__(self, facts: ModelFacts, build: Build) -> None:
         hidden, inner = facts.hidden_size, facts.intermediate_size
         columns = parts.evenly(inner, build.model, 1)
-        self.gate_proj = Linear(hidden, inner, build.dtype, columns)
-        self.up_proj = Linear(hidden, inner, build.dtype, columns)
-        self.down_proj = Linear(inner, hidden, build.dtype, columns.along(0))
+        self.gate_proj = Linear(hidden, inner, build, columns)
+        self.up_proj = Linear(hidden, inner, build, columns)
+        self.down_proj = Linear(inner, hidden, build, columns.along(0))
         self.activation = facts.activation
 
     def __call__(self, x: Array) -> Array:
-        gate, up = self.gate_proj.kernel[...], self.up_proj.kernel[...]
-        return self.down_proj(products.gated(self.activation, x, gate, up))
+        return self.down_proj(products.gated(self.activation, x, self.gate_proj.weight, self.up_proj.weight))
 
 
 class SelfAttention(nnx.Module):
@@ -131,10 +172,10 @@ class SelfAttention(nnx.Module):
         hidden, head_dim, dtype = facts.hidden_size, facts.head_dim, build.dtype
         heads = parts.heads(facts.num_heads, facts.num_kv_heads, head_dim, build.model)
         queries, keys = facts.num_heads * head_dim, facts.num_kv_heads * head_dim
-        self.q_proj = Linear(hidden, queries, dtype, heads.queries, facts.attention_bias)
-        self.k_proj = Linear(hidden, keys, dtype, heads.keys, facts.attention_bias)
-        self.v_proj = Linear(hidden, keys, dtype, heads.keys, facts.attention_bias)
-        self.o_proj = Linear(queries, hidden, dtype, heads.queries.along(0))
+        self.q_proj = Linear(hidden, queries, build, heads.queries, facts.attention_bias)
+        self.k_proj = Linear(hidden, keys, build, heads.keys, facts.attention_bias)
+        self.v_proj = Linear(hidden, keys, build, heads.keys, facts.attention_bias)
+        self.o_proj = Linear(queries, hidden, build, heads.queries.along(0))
         self.q_norm = RMSNorm(head_dim, facts.rms_norm_eps, dtype) if facts.head_norms else None
         self.k_norm = RMSNorm(head_dim, facts.rms_norm_eps, dtype) if facts.head_norms else None
         self.head_dim = head_dim
@@ -144,7 +185,7 @@ class SelfAttention(nnx.Module):
         self, x: Array, rotation: Rotation, kv: Array, attention: Attention, plan: Plan
     ) -> tuple[Array, Array]:
         """Returns the output and the layer's KV cache with this step's tokens in it."""
-        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(self._heads, _apart(together(x, self.q_proj, self.k_proj, self.v_proj)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kv = attention(rotate(q, rotation), rotate(k, rotation), v, kv, plan, self.view)
@@ -152,6 +193,14 @@ class SelfAttention(nnx.Module):
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+def _apart(products: list[Array]) -> list[Array]:
+    """`products`, whatever is done with them: to have them head by head, a TPU's compiler turns their weights around.
+
+    It did so at each step, for all three weights of each layer.
+    """
+    return lax.platform_dependent(products, cpu=lambda products: products, default=lax.optimization_barrier)
 
 
 def rotation_of(positions: Array, frequencies: Array) -> Rotation:

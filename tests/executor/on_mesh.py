@@ -1,7 +1,8 @@
 """Run models on meshes of 8 virtual CPU devices, with 8 ranks, and print what they gave: a process of its own.
 
-``python -m tests.executor.on_mesh CACHE OUT FOLDER=DATAxMODEL[,DATAxMODEL …] …`` writes OUT, an .npz file with an array
-for each scene, named folder's name/DATAxMODEL/scene. `asking` is played with the first folder only.
+``python -m tests.executor.on_mesh CACHE OUT FOLDER=DATAxMODEL[+int8][,…] …`` writes OUT, an .npz file with an
+array for each scene, named folder's name/DATAxMODEL/scene. `asking` is played with the first folder only, and with
+weights of 8 bits only `logits`.
 """
 
 import os
@@ -86,9 +87,13 @@ def main(cache: Path, out: Path, wanted: list[str]) -> None:
     for item in wanted:
         folder, _, meshes = item.partition("=")
         for mesh in meshes.split(","):
-            data, model = map(int, mesh.split("x"))
-            driver = Driver(Path(folder), cache, data_shards=data, tensor_parallel=model, **SETTINGS)
+            shape, _, quantization = mesh.partition("+")
+            data, model = map(int, shape.split("x"))
+            settings = SETTINGS | {"quantization": quantization or "none"}
+            driver = Driver(Path(folder), cache, data_shards=data, tensor_parallel=model, **settings)
             scenes = (greedy, logits, asking) if item is wanted[0] else (greedy, logits)
+            if quantization:
+                scenes = (logits,)
             for scene in scenes:
                 found |= {f"{Path(folder).name}/{mesh}/{name}": array for name, array in scene(driver)}
     np.savez(out, **found)

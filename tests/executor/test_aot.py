@@ -1,25 +1,28 @@
 """A small model's steps, compiled by the TPU's compiler for a TPU that is not there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from bus import model_files
 from bus.config import Config, ConfigError
-from executor import aot, plan
+from executor import aot, hlo, plan
 from executor.aot import Target
+from executor.programs import Key
 from tests.models import write_folder
 
 # Heads as the embedded model has them: three KV heads of size 64, which the kernel refuses as they are. Large enough
 # that weights stand out from all else, and a KV cache that the compiler cannot keep in the chip's fast memory.
 SHAPE = {
     "hidden_size": 576,
-    "intermediate_size": 1536,
+    "intermediate_size": 24576,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 64,
     "num_hidden_layers": 2,
-    "vocab_size": 4096,
+    "vocab_size": 32768,
 }
 CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
 COLLECTIVES = ("all-gather", "all-gather-start", "all-to-all", "collective-permute", "collective-permute-start")
@@ -39,24 +42,54 @@ def decode(target: Target) -> aot.Step:
 
 
 @pytest.mark.timeout(400)
-def test_a_decode_step_compiles_and_moves_little_more_than_it_must(target: Target, decode: aot.Step) -> None:
-    assert {program.name for program in decode.programs} == {"decode enter 8", "decode layers 8", "head 8", "greedy 8"}
-    enter, *others = decode.programs
-    table = 4096 // 2 * 576 * 2  # so small a table is copied whole to where it is looked up
-    assert enter.bytes_accessed <= 1.1 * table
-    assert sum(program.bytes_accessed for program in others) <= 1.15 * decode.bytes_minimum
+def test_a_decode_step_compiles_and_accesses_little_more_than_it_must(target: Target, decode: aot.Step) -> None:
+    assert {program.key.name for program in decode.programs} == {"decode enter", "decode layers", "head", "greedy"}
+    assert target.bytes_accessed(decode) <= 1.15 * decode.bytes_minimum
+    assert decode.bytes_moved <= 1.15 * decode.bytes_minimum
     assert decode.memory_bytes < target.chip.memory_bytes
+
+
+def assert_nothing_is_copied_or_exchanged(target: Target, text: str, smallest_weight: int) -> None:
+    """Neither weights of at least that many bytes, nor the KV cache.
+
+    What begins to be copied to fast memory (copy-start) stays as it is; other copies of weights lay them out anew.
+    """
+    cache = target.kv_bytes // target.facts.num_layers
+    assert hlo.moved(text, ("copy", "transpose"), smallest_weight) == []
+    assert hlo.moved(text, ("copy-start",), cache) == []
+    assert hlo.moved(text, COLLECTIVES, smallest_weight) == []
 
 
 @pytest.mark.timeout(400)
 def test_neither_weights_nor_the_kv_cache_are_copied_or_exchanged(target: Target, decode: aot.Step) -> None:
-    (layers,) = (program for program in decode.programs if program.name.startswith("decode layers"))
-    assert layers.donated_bytes >= target.kv_bytes, "the KV cache is updated in place"
-    cache = target.kv_bytes // len(target.steps.kv[0])
-    smallest_weight = 576 * 2 * 64 * 2 // 2  # of a layer's matrices, on one device, in bytes
+    head = 32768 // 2 * 640 * 2
     for program in decode.programs:
-        assert aot.moved(program.hlo, ("copy", "copy-start", "transpose"), cache) == []
-        assert aot.moved(program.hlo, COLLECTIVES, smallest_weight) == []
+        is_layers = program.key.name == "decode layers"
+        assert_nothing_is_copied_or_exchanged(target, program.text, 576 * 2 * 64 * 2 // 2 if is_layers else head)
+        assert not is_layers or program.donated_bytes >= target.kv_bytes, "the KV cache is updated in place"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "smallest_weight"), [("Gemma-2-2B", 2304 * 1024 * 2), ("Qwen3-30B-A3B", 2048 * 512 * 2)]
+)
+def test_wide_heads_and_experts_are_compiled_for(name: str, smallest_weight: int) -> None:
+    """Layers of the real models: heads of 256, of which the kernel takes one at a time, and a mixture."""
+    facts = model_files.outline(CONFIGS / name)
+    facts = replace(facts, num_layers=1, windows=facts.windows[:1])
+    devices = aot.devices_of("v5e:2x2")
+    target = Target(aot.settings_for(facts, len(devices), 1), facts, devices)
+    target.steps.trace_step("decode", 8)
+    text = target.steps.programs.compile_one(Key("decode layers", 8)).as_text()
+    assert_nothing_is_copied_or_exchanged(target, text, smallest_weight)
+
+
+@pytest.mark.timeout(400)
+def test_weights_of_8_bits_are_half_the_bytes(target: Target, decode: aot.Step) -> None:
+    config = structs.replace(target.config, quantization="int8")
+    small = Target(config, target.facts, aot.devices_of("v6e:2x2")).compile("decode", 8)
+    assert small.bytes_moved <= 1.15 * small.bytes_minimum
+    assert small.bytes_moved < 0.6 * decode.bytes_moved
 
 
 @pytest.mark.timeout(400)
@@ -68,6 +101,12 @@ def test_what_the_kernel_reads_is_counted_apart(decode: aot.Step) -> None:
 TEXT = """
 %fused (param_0: bf16[64,8]) -> bf16[64,8] {
   ROOT %copy.9 = bf16[64,8]{1,0} copy(%param_0)
+}
+
+%turn.1 (turned: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {
+  %turned = (s32[], bf16[64,8]{1,0}) parameter(0)
+  %value = bf16[64,8]{1,0} get-tuple-element(%turned), index=1
+  ROOT %negate = bf16[64,8]{1,0} negate(%value)
 }
 
 ENTRY %main {
@@ -82,6 +121,7 @@ ENTRY %main {
   %gather_fusion = f32[4]{0} fusion(%param.1, %fusion.1), kind=kCustom
   %ragged_paged_attention_kernel.1 = bf16[64,8]{1,0} custom-call(%param.1), custom_call_target="tpu_custom_call"
   %ragged_dot = f32[4]{0} custom-call(%param.1), custom_call_target="tpu_custom_call"
+  %while.1 = (s32[], bf16[64,8]{1,0}) while(%tuple.1), condition=%turning, body=%turn.1
   ROOT %tuple = (bf16[64,8]{1,0}, f32[4]{0}) tuple(%ragged_paged_attention_kernel.1, %gather_fusion)
 }
 """
@@ -89,10 +129,10 @@ ENTRY %main {
 
 def test_the_traffic_of_a_program_is_read_from_its_text() -> None:
     prefetched, sliced, used, scattered, gathered = 1024, 256, 16, (16 + 16) + 16, 16 + 16
-    other_kernel = 1024 + 16
-    assert aot.memory_traffic(TEXT) == prefetched + sliced + used + scattered + gathered + other_kernel
-    assert len(aot.moved(TEXT, ("copy", "copy-start"), 1024)) == 2
-    assert aot.moved(TEXT, ("copy", "copy-start"), 1025) == []
+    other_kernel, turn = 1024 + 16, 1024 + 1024
+    assert hlo.memory_traffic(TEXT) == prefetched + sliced + used + scattered + gathered + other_kernel + turn
+    assert len(hlo.moved(TEXT, ("copy", "copy-start"), 1024)) == 2
+    assert hlo.moved(TEXT, ("copy", "copy-start"), 1025) == []
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -38,17 +38,24 @@ def attend_with(
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `attention_cpu.attend`; what is written to the spare block, and to heads of zeros, is left out."""
     outs, caches = [], []
-    pairs, width = attention.cache_shape(k.shape[2], k.shape[3])
+    pages, pairs, width = attention.cache_shape(k.shape[2], k.shape[3])
     for shard in range(q.shape[0]):
         mine = slice(shard, shard + 1)
         batch = Batch(jnp.zeros_like(positions[mine]), positions[mine], num_tokens[mine], block_tables[mine])
         tokens, _ = compute.over_shards(partial(compute._spread, num_tokens=q.shape[1]))(batch)
-        extra = ((0, 0), (0, 0), (0, 0), (0, pairs - kv.shape[3]), (0, width - kv.shape[4]))
-        cache = jnp.pad(kv[mine], extra)
+        extra = ((0, 0), (0, 0), (0, 0), (0, pages * pairs - kv.shape[3]), (0, width - kv.shape[4]))
+        padded = jnp.pad(kv[mine], extra)
+        cache = (
+            padded.reshape(*padded.shape[:3], pages, pairs, width)
+            .swapaxes(2, 3)
+            .reshape(1, -1, *padded.shape[2:3], pairs, width)
+        )
         out, cache = partial(attention, view=View(**view))(
             q[mine], k[mine], v[mine], cache, attention.plan(batch, tokens)
         )
         outs.append(out)
+        blocks = cache.reshape(1, -1, pages, *cache.shape[2:])
+        cache = blocks.swapaxes(2, 3).reshape(padded.shape)
         caches.append(cache[..., : kv.shape[3], : kv.shape[4]].at[:, 0].set(jnp.nan))
     return np.concatenate(outs), np.concatenate(caches)
 
@@ -79,7 +86,7 @@ def test_windows_and_soft_caps(window: int, soft_cap: float) -> None:
     check(make(), [[(0, 150), (149, 1), (70, 9), (300, 2)]], window=window, soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (10, 5, 136)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (10, 5, 128), (6, 3, 136)])
 def test_heads_of_all_kinds(heads: tuple[int, int, int]) -> None:
     check(make(16), [[(100, 1), (0, 20), (60, 5)]], heads=heads, block_size=16)
 
@@ -96,8 +103,8 @@ def test_heads_are_padded_to_what_the_kernel_takes() -> None:
         16,
         24,
     ]
-    assert TpuAttention(16, False).cache_shape(3, 64) == (8, 128)
-    assert TpuAttention(16, False).cache_shape(4, 256) == (8, 256)
+    assert TpuAttention(16, False).cache_shape(3, 64) == (1, 8, 128)
+    assert TpuAttention(16, False).cache_shape(4, 256) == (4, 2, 256)
 
 
 def test_the_blocks_that_the_kernel_reads_are_counted() -> None:

@@ -22,7 +22,9 @@ from tests.executor.test_llama import ALL, generate, logprobs_of, prompt_of
 from tests.families import FAMILIES, write_family
 from tests.models import write_folder
 
-MESHES = {family: ["2x4"] for family in FAMILIES} | {"llama": ["8x1", "4x2", "2x4"]}
+MESHES = ["8x1", "4x2", "2x4"]
+INT8 = {"llama": "2x4", "qwen3_moe": "4x2"}
+"""Where weights of 8 bits are tried: inputs and outputs of matrices parted, and experts."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,10 @@ def reference(folders: dict[str, Path]) -> Callable[[str], Any]:
 def found(folders: dict[str, Path], engine_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What every family gave on its meshes."""
     out = tmp_path_factory.mktemp("meshes") / "found.npz"
-    wanted = [f"{folder}={','.join(MESHES[family])}" for family, folder in folders.items()]
+    wanted = [
+        f"{folder}={','.join([*MESHES, *([f'{INT8[family]}+int8'] if family in INT8 else [])])}"
+        for family, folder in folders.items()
+    ]
     arguments = [sys.executable, "-m", "tests.executor.on_mesh", str(engine_cache), str(out), *wanted]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -71,7 +76,7 @@ def test_logits_agree_with_transformers(
 def test_tokens_on_a_mesh_are_those_of_transformers(family: str, found: Any, reference: Callable[[str], Any]) -> None:
     model = reference(family)
     expected = [generate(model, on_mesh.prompt_of(w, n), on_mesh.TOKENS) for w, n in on_mesh.PROMPTS.items()]
-    for shape in MESHES[family]:
+    for shape in MESHES:
         assert found[f"{family}/{shape}/greedy"].tolist() == expected, shape
         for row, where in enumerate(on_mesh.SHOWN_ROWS):
             ours = found[f"{family}/{shape}/logits"][row]
@@ -85,9 +90,19 @@ def test_all_that_sampling_can_do_is_the_same_on_every_mesh(
 ) -> None:
     driver = Driver(folders["llama"], engine_cache, **on_mesh.SETTINGS)
     alone = dict(on_mesh.asking(driver))
-    for shape in MESHES["llama"]:
+    for shape in MESHES:
         np.testing.assert_array_equal(found[f"llama/{shape}/asking"], alone["asking"], err_msg=shape)
         np.testing.assert_allclose(found[f"llama/{shape}/logprobs"], alone["logprobs"], atol=2e-4, err_msg=shape)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", INT8)
+def test_weights_of_8_bits_are_the_same_on_a_mesh(
+    family: str, found: Any, folders: dict[str, Path], engine_cache: Path
+) -> None:
+    driver = Driver(folders[family], engine_cache, **on_mesh.SETTINGS, quantization="int8")
+    [(_, alone)] = on_mesh.logits(driver)
+    np.testing.assert_allclose(found[f"{family}/{INT8[family]}+int8/logits"], alone, atol=1e-4)
 
 
 # Which devices

@@ -18,7 +18,7 @@ from bus.config import Config, ConfigError
 from bus.messages import Sampling
 from bus.model_files import ModelError
 from executor import device
-from executor.kv_layout import KvLayout
+from executor.kv_layout import KvLayout, memory_fraction
 from executor.placement import SETUP_ROWS, SETUP_TOKENS, Placement
 from executor.programs import bucket, sizes_up_to
 from executor.runner import Runner
@@ -132,15 +132,21 @@ def test_blocks_are_shared_out_with_the_remainder_to_the_first_ranks() -> None:
 
 
 def test_the_pool_follows_from_the_memory_and_from_what_rows_can_use() -> None:
-    assert layout(memory_bytes=6000, kv_memory_fraction=0.3).num_blocks == 18
+    assert layout(memory_bytes=1800).num_blocks == 18
     assert layout(memory_bytes=10**9).num_blocks == 3 * 2 * 4
+
+
+def test_a_tpus_memory_is_for_the_pool_and_a_cpus_for_others_too() -> None:
+    assert memory_fraction(Config(), "tpu") >= 0.85
+    assert memory_fraction(Config(), "cpu") <= 0.2
+    assert memory_fraction(Config(kv_memory_fraction=0.3), "tpu") == 0.3
 
 
 def test_a_pool_that_holds_no_whole_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="11 KV blocks of 16 tokens for 3 ranks do not hold a sequence"):
         layout(num_blocks=11)
     with pytest.raises(ConfigError, match="raise num_blocks or kv_memory_fraction"):
-        layout(memory_bytes=1000)
+        layout(memory_bytes=1100)
 
 
 def test_ranks_have_blocks_of_their_own_and_none_the_spare_one() -> None:

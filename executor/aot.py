@@ -252,6 +252,9 @@ _WORTH_SHARING = GIB
 _INT8_ON = "v6e:2x2"
 """Where decode steps are compiled with weights of 8 bits, too."""
 
+_WORTH_HALVING = GIB // 2
+"""Bytes of weights, of one device, from which on 8 bits are tried."""
+
 _BATCHES = {"decode": 8, "prefill": 512}
 
 _ROWS = 64
@@ -334,6 +337,8 @@ def main(arguments: list[str]) -> int:
             console.print(f"{job.folder.name} on {job.topology}: {error}")
             found["left_out"].append({"model": job.folder.name, "topology": job.topology, "reason": str(error)})
         else:
+            if job.quantization == "int8" and target.weight_bytes < _WORTH_HALVING:
+                continue
             step = target.compile(job.kind, _BATCHES[job.kind])
             found["programs"].append(_row(job, target, step, target.bytes_accessed(step)))
             shown = _shown(found["programs"][-1])

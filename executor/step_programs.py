@@ -137,7 +137,8 @@ class StepPrograms:
 
     def digest(self, model: str) -> str:
         """The same for processes that can run steps together: of the `model`, the mesh, and all shapes and sizes."""
-        arrays = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((self.kv, self.history, self.params))]
+        held = self.outer, self.kv, self.history, self.params
+        arrays = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(held)]
         sizes = self.decode_sizes, self.mixed_sizes, self.draw_sizes, self.lines
         made_of = model, jax.__version__, dict(self.mesh.shape), str(self.mesh.devices), arrays, sizes
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]

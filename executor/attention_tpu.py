@@ -95,8 +95,13 @@ class TpuAttention:
         heads = pages * pairs // 2
         extra = ((0, 0), (0, heads - kv_heads), (0, 0), (0, width - head_dim))
         written = jnp.pad(jnp.stack([k, v], axis=2), extra).reshape(count, pages, pairs, width)
-        page = plan.blocks[:, None] * pages + jnp.arange(pages)
-        kv = kv.at[page, plan.offsets[:, None]].set(written.astype(kv.dtype))
+        blocks, offsets = plan.blocks, plan.offsets
+        if count == 1:
+            # XLA turns a scatter of one update into something for which it copies the whole cache.
+            written = jnp.concatenate([written, written])
+            blocks, offsets = jnp.append(blocks, 0), jnp.append(offsets, 0)
+        page = blocks[:, None] * pages + jnp.arange(pages)
+        kv = kv.at[page, offsets[:, None]].set(written.astype(kv.dtype))
         queries = jnp.pad(q.reshape(count, kv_heads, -1, head_dim), extra)
 
         def attend(page: int) -> Array:

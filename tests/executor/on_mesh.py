@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 RANKS = 8
 TOKENS = 6
-PROMPTS = {(rank, 0): 3 + 7 * rank for rank in range(RANKS)}
-"""Length of the prompt in each row that runs."""
+PROMPTS = {(rank, 0): 5 + 7 * rank for rank in range(RANKS)}
+"""Length of the prompt in each row that runs. No chunk of those that are shown has one token, which would be a decode
+step of a size that nothing else needs."""
 
 SHOWN_ROWS = ((2, 0), (7, 0))
 
@@ -50,17 +51,19 @@ def prompt_of(where: tuple[int, int], length: int) -> list[int]:
 
 
 def greedy(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
-    """Tokens [ranks, TOKENS] of rows that prefill in chunks, side by side with others that decode already."""
+    """Tokens [ranks, TOKENS] of rows that prefill in chunks, side by side with others that decode already.
+
+    All go on until all are done: with fewer rows steps would have other sizes.
+    """
     outputs: dict[tuple[int, int], list[int]] = {where: [] for where in PROMPTS}
     for where, length in PROMPTS.items():
         driver.start(where, prompt_of(where, length))
-    while True:
-        step = {w: min(driver.left(w), 9 + w[0]) for w in PROMPTS if len(outputs[w]) < TOKENS}
-        if not step:
-            break
+    most = driver.config.max_num_batched_tokens
+    while min(map(len, outputs.values())) < TOKENS:
+        step = {where: min(driver.left(where), most - where[0] % 2) for where in PROMPTS}
         for where, token in driver.step(step).items():
             outputs[where] += [token] if token != -1 else []
-    yield "greedy", np.array(list(outputs.values()))
+    yield "greedy", np.array([tokens[:TOKENS] for tokens in outputs.values()])
 
 
 def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
@@ -68,7 +71,7 @@ def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
     found = []
     for where in SHOWN_ROWS:
         driver.start(where, prompt_of(where, PROMPTS[where]), SHOWN)
-        found.append(driver.logits(where, 16))
+        found.append(driver.logits(where, driver.config.max_num_batched_tokens))
     yield "logits", np.stack(found)
 
 
@@ -76,7 +79,9 @@ def asking(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
     """Tokens [rows, TOKENS] that rows of all kinds draw, and the log-probabilities that were asked for last."""
     for where, sampling in ASKING.items():
         driver.start(where, prompt_of(where, 16), sampling)
-    tokens = [driver.step(dict.fromkeys(ASKING, 16))]
+    for _ in range(16 // driver.config.max_num_batched_tokens):
+        step = driver.step(dict.fromkeys(ASKING, driver.config.max_num_batched_tokens))
+    tokens = [step]
     tokens += [driver.step(dict.fromkeys(ASKING, 1)) for _ in range(TOKENS - 1)]
     yield "asking", np.array([[step[where] for where in ASKING] for step in tokens]).T
     yield "logprobs", np.concatenate([driver.logprobs[where][1] for where in ((6, 0), (7, 0))])
@@ -90,6 +95,7 @@ def main(cache: Path, out: Path, wanted: list[str]) -> None:
             shape, _, quantization = mesh.partition("+")
             data, model = map(int, shape.split("x"))
             settings = SETTINGS | {"quantization": quantization or "none"}
+            settings["max_num_batched_tokens"] = 16 * data // RANKS  # of a shard 16, the smallest program
             driver = Driver(Path(folder), cache, data_shards=data, tensor_parallel=model, **settings)
             scenes = (greedy, logits, asking) if item is wanted[0] else (greedy, logits)
             if quantization:

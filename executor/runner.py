@@ -107,14 +107,12 @@ class Runner:
         dtype = device.dtype_of(config, devices[0])
         facts = model_files.read(model_dir)
         others = draft_facts(config, facts)
+        model, kernels = load_model(config, facts, mesh, dtype, progress)
+        draft = load_model(config, others, mesh, dtype, progress)[0] if others is not None else None
+        # Of a TPU's memory that is what the weights of both models leave.
         memory_bytes = device.memory_for_sharing(mesh.devices.flatten().tolist())
-
-        def network(config: Config, facts: ModelFacts, memory_bytes: int) -> Network:
-            model, kernels = load_model(config, facts, mesh, dtype, progress)
-            return Network(StepPrograms(config, facts, mesh, model, memory_bytes, kernels))
-
         share = 1.0 if others is None else facts.kv_width / (facts.kv_width + others.kv_width)
-        self._network = network(config, facts, int(memory_bytes * share))
+        self._network = Network(StepPrograms(config, facts, mesh, model, int(memory_bytes * share), kernels))
         self._steps = self._network.steps
         self.block_size: int = config.block_size
         self.max_model_len = self._steps.max_model_len
@@ -139,7 +137,8 @@ class Runner:
         if others is not None:
             self._fingerprint += others.fingerprint
             sizes = {"max_model_len": self.max_model_len, "num_blocks": self.num_blocks, "speculation": "off"}
-            self._draft = network(msgspec.structs.replace(config, **sizes), others, memory_bytes)
+            other_config = msgspec.structs.replace(config, **sizes)
+            self._draft = Network(StepPrograms(other_config, others, mesh, draft, memory_bytes, kernels))
 
     @property
     def _networks(self) -> list[Network]:

@@ -55,6 +55,7 @@ from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused
 from ranks.sessions import Sessions
 from ranks.statistics import Statistics
 from ranks.steady import Steady
+from ranks.tickets import Tickets
 from ranks.waiting import Waiting
 
 NOT_A_NUMBER = -2
@@ -89,11 +90,7 @@ class NativeScheduler:
         self._by_name: dict[str, Request] = {}
         self._constrained: dict[int, Request] = {}
         """Requests with a grammar, by their number."""
-        self._compiling: dict[int, tuple[Request, Grammar]] = {}
-        """Those for whom a grammar is being compiled, by its ticket; they may have ended."""
-        self._num_tickets = 0
-        self._asked: list[tuple[int, Grammar]] = []
-        """Of these, those that nobody was told to compile yet."""
+        self._tickets = Tickets()
         self._untold: list[Request] = []
         """Requests that have ended since the last schedule."""
         self._rendered: list[Request] = []
@@ -126,7 +123,7 @@ class NativeScheduler:
             entry.matcher = matcher
             self._constrained[entry.number] = entry
         elif entry.tokens.size:  # or else its turn ends at once
-            entry.ticket = self._have_compiled(entry, request.sampling)
+            entry.ticket = self._tickets.draw(entry, request.sampling)
         self._by_key[frontend, request.handle] = self._by_name[name] = entry
         if entry.session is None:
             self._waiting.add(entry)
@@ -146,21 +143,11 @@ class NativeScheduler:
             raise Refused(NOT_ITS_OUTPUT)
         return matcher
 
-    def _have_compiled(self, request: Request, sampling: Sampling) -> int:
-        """The ticket of the grammar asked for, which is to be compiled beside the loop; 0 if there is none."""
-        if sampling.grammar is None:
-            return 0
-        self._num_tickets += 1
-        self._compiling[self._num_tickets] = request, sampling.grammar
-        self._asked.append((self._num_tickets, sampling.grammar))
-        return self._num_tickets
-
     def take_grammars(self) -> list[tuple[int, Grammar]]:
-        asked, self._asked = self._asked, []
-        return asked
+        return self._tickets.take()
 
     def compiled(self, ticket: int, matcher: Matcher | None, fault: str) -> list[Ended]:
-        request, grammar = self._compiling.pop(ticket)
+        request, grammar = self._tickets.redeem(ticket)
         sentence = f"{GRAMMAR_FAULT}{fault}" if fault else ""
         matcher = matcher or self._grammars.matcher(grammar)
         if not self._is_alive(request):
@@ -215,7 +202,7 @@ class NativeScheduler:
         tokens = unpack_ints(turn.prompt_token_ids)
         entry = Turn(turn.sequence, tokens, sampling, turn.mm_features, now, self._compiled_now(sampling))
         if entry.matcher is None and tokens.size:
-            entry.ticket = self._have_compiled(request, sampling)
+            entry.ticket = self._tickets.draw(request, sampling)
         if not self._sessions.waits_for_input(request):
             session.turns.append(entry)
             self._sessions.num_queued += 1

@@ -14,7 +14,7 @@ from ranks.grammars import Matcher
 Int32 = npt.NDArray[np.int32]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
     """What a session is to go on with: the input that came with the frontend's message `sequence`."""
 

@@ -168,6 +168,7 @@ def make_native(config: Config, pool: KvPool, counters: Counters) -> NativeSched
     return NativeScheduler(config, msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1), counters)
 
 
+@pytest.mark.timeout(180)
 def test_random_traces_with_grammars(make_scheduler: Callable[..., Any], toy_model: Path) -> None:
     play_with_grammars(range(1000, 1040), lambda seed: Trace(make_scheduler, seed, vocabulary=toy_model))
 

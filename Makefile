@@ -10,12 +10,14 @@
 # make bench-replay      what the journal costs, and whether a mixed run replays
 # make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
 # make bench-structured    JSON by nasty schemas, and what it costs those beside it
+# make bench-speculation the engine with drafts and without: the same tokens, and how much faster
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-loading bench-replay bench-cpu bench-structured aot fuzz-sessions
+.PHONY: serve test fuzz soak lint format clean bench-scheduler bench-loading bench-replay bench-cpu bench-speculation
+.PHONY: bench-structured aot fuzz-sessions
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -71,6 +73,10 @@ bench-cpu: $(SELF) $(DEV)
 bench-structured: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.structured $(ARGS)
+
+bench-speculation: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.speculation $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

@@ -234,7 +234,7 @@ class ExecutorCore:
         if not self._group.is_complete:
             return effects
         self._read_clock(now)
-        while len(self._in_flight) < self._depth:
+        while len(self._in_flight) < self._depth and not self._tries_drafts():
             present = [rank for rank in self._ranks if rank and rank.pending]
             if not present:
                 self._could_run_since = None
@@ -256,6 +256,14 @@ class ExecutorCore:
             self._could_run_since = None
             effects += self._run(present)
         return effects
+
+    def _tries_drafts(self) -> bool:
+        """Whether a step with drafts is at the device.
+
+        Its ranks come again when they have its result. Who would go behind it waits to go with them: otherwise ranks
+        would take turns for ever, each with a step that takes hardly less time than one for all.
+        """
+        return any(part.drafts is not None for step in self._in_flight for part in step.parts)
 
     def _read_clock(self, now: float) -> None:
         """Give a time to what has happened since the clock was last read."""

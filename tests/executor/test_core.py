@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ from executor.step import SampledStep
 
 ROWS = 4
 CONFIG = Config(ranks=3, max_num_seqs=ROWS, batching_window_ms=2.0, async_depth=2)
-LIMITS = Limits(ROWS, 64, 1024, 100, blocks_of_rank=[70, 70, 68])
+LIMITS = Limits(ROWS, 64, 1024, 100, blocks_of_rank=[70, 70, 68], most_drafts=2)
 
 
 def rank(index: int, incarnation: int = 1) -> Peer:
@@ -80,7 +81,9 @@ class Bench:
     def up(self, *indices: int) -> None:
         self.feed(*(PeerUp(rank(index)) for index in indices))
 
-    def send(self, index: int, step: int, *, more: bool = True, new: bool | None = None, incarnation: int = 1) -> None:
+    def send(
+        self, index: int, step: int, *, more: bool = True, new: bool | None = None, incarnation: int = 1, tries: int = 0
+    ) -> None:
         """The next schedule of a rank that decodes in its row 0: it sets the row up in its first step."""
         setup = NewRow(
             row=0,
@@ -91,13 +94,17 @@ class Bench:
         )
         begins = [setup] if (step == 1 if new is None else new) else []
         schedule = PartialSchedule(step=step, rows=pack_ints([0]), new=begins, more=more)
+        if tries:
+            numbers = {"num_tokens": pack_ints([1 + tries]), "num_drafts": pack_ints([tries])}
+            schedule = msgspec.structs.replace(schedule, drafts=pack_ints([5] * tries), **numbers)
         self.feed(Received(rank(index, incarnation), schedule))
 
     def finish(self, token: int = 9) -> None:
         """The device finishes its oldest step."""
         run = self.queued.popleft()
         tokens = np.where(run.step.samples, token, -1).astype(np.int32)
-        self.feed(Posted(StepDone(run.number, SampledStep(tokens), 0.01)))
+        counts = None if run.step.drafts is None else np.ones_like(tokens)
+        self.feed(Posted(StepDone(run.number, SampledStep(tokens, counts=counts), 0.01)))
 
     def took_part(self) -> list[list[int]]:
         return [run.step.ranks.tolist() for run in self.steps]
@@ -165,6 +172,26 @@ def test_at_most_async_depth_steps_are_at_the_device_and_schedules_keep_their_or
     bench.finish()
     bench.finish()
     assert bench.results(0) == [1, 2, 3]
+
+
+def test_nobody_goes_behind_a_step_with_drafts() -> None:
+    """Ranks that come again only with a result would take turns."""
+    bench = Bench()
+    bench.up(0, 1)
+    bench.send(0, 1)
+    bench.drain()
+    bench.finish()
+    bench.send(0, 2, tries=2)
+    bench.drain()
+    bench.send(1, 1)
+    bench.drain()
+    assert bench.took_part() == [[0], [0]]
+    bench.finish()
+    bench.drain()
+    assert bench.took_part() == [[0], [0]], "rank 0 is expected"
+    bench.send(0, 3, tries=2)
+    bench.drain()
+    assert bench.took_part() == [[0], [0], [0, 1]]
 
 
 def test_depth_one_runs_one_step_at_a_time() -> None:

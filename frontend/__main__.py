@@ -135,6 +135,8 @@ def _import_vllm(config: Config) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its loggers hand on to ours
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(MAX_CHILDREN))
+    # Forced tool calls are asked for by their schema, and not by tags that only one of vLLM's compilers knows
+    os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     start = time.monotonic()
     gc.disable()  # imports make much that lives for ever; looking through it again and again costs seconds
     try:

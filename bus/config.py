@@ -179,6 +179,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Most draft tokens of a request in a step; 0 without speculation."""
         return 0 if self.speculation == "off" else self.num_speculative_tokens
 
+    @property
+    def most_prompt_logprobs(self) -> int:
+        """Most likely tokens that may be asked for of each of a prompt's tokens.
+
+        A step of `max_num_batched_tokens` with so many fills half a message: 8 bytes each, and as many for the token
+        that stands there.
+        """
+        return self.max_message_bytes // (16 * self.max_num_batched_tokens) - 1
+
     def journals(self, role: str) -> bool:
         """Whether processes of this role keep a journal."""
         return self.journal == "on" or role in self.journal.split(",")

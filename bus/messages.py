@@ -195,6 +195,9 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `owner` is the row on the step bus, the request's handle on the command bus, and the child's index on the client
     bus. `token_ids` and `values` are [positions, k + 1]: first the sampled (or prompt) token, then the k most likely.
     `ranks` is [positions]: the rank of that first token, 1 for the most likely.
+
+    With `prompt_position` 0 they are of sampled tokens. Otherwise they are of the prompt's tokens, from the one at this
+    position on: the first token, at position 0, has none. They are of the logits as the model gave them.
     """
 
     owner: int
@@ -202,6 +205,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: Ints
     values: Floats
     ranks: Ints
+    prompt_position: int = 0
 
     def __post_init__(self) -> None:
         width = self.token_ids.nbytes // 4 // max(self.positions, 1)
@@ -451,7 +455,11 @@ class Abort(ClientMessage, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """New output of a request with text or logprobs: tokens as int32, and the text. `index` is the child of `n`."""
+    """New output of a request with text or logprobs: tokens as int32, and the text. `index` is the child of `n`.
+
+    Log-probabilities of a prompt (see `prompt_position` of `Logprobs`) come in messages of their own, without tokens:
+    for each child all of them, in order, before its first token.
+    """
 
     request_id: str
     index: int = 0
@@ -644,6 +652,8 @@ class Outputs(Message, frozen=True, kw_only=True):
 
     `handles` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one.
     A request in `turns` or `ended` may also have its last tokens here: tokens come first, then `turns`, then `ended`.
+    In `logprobs` a request may be twice, first those of its prompt, then those of its tokens. Those of its prompt are
+    all told before its first token or with it, in order, each once.
     """
 
     step: int = 0
@@ -729,7 +739,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     `counts` is left out when each row has one token. It is -1 where the row does not sample yet (its prompt is not
     complete) and -2 where its logits were not numbers. A row with drafts has the tokens that it would have drawn one by
     one: drafts that were right, and one more. `logprobs` are owned by rows, and have as many positions as there are
-    tokens.
+    tokens. A row whose sampling asks for `prompt_logprobs` also has those of the prompt's tokens that come after the
+    tokens it ran, whether it samples yet or not; set up anew, it has them again.
     """
 
     step: int

@@ -308,6 +308,8 @@ class Merger:
         if base + tokens.size > most:
             raise Refused(f"row {item.row}: {base} + {tokens.size} tokens are more than max_model_len {most}")
         self._check_sampling(item)
+        if item.sampling.prompt_logprobs is not None:
+            raise Refused(f"row {item.row}: prompt_logprobs are only found of a row that is set up with all its tokens")
         self._rows.rewrite(row, base, base + tokens.size)
         return RowSetup(row, base, tokens, base + tokens.size, item.sampling)
 

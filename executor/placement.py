@@ -110,8 +110,7 @@ class Placement:
         `indices` says for which entries of the step, `drawn` where each goes. The output is that of the sequence in
         that place of the batch, or, with drafts, of the token in that place of what `pack_lines` asks for.
         """
-        picks = np.zeros((self.shards, size, 3), np.int32)
-        picks[:, :, 1] = self.rows
+        picks = self.blank_picks(size)
         shards, lines = drawn.at
         ends = (step.positions + step.num_tokens)[indices]
         picks[shards, lines, 0] = places.places[indices] if step.drafts is None else drawn.places
@@ -119,15 +118,25 @@ class Placement:
         picks[shards, lines, 2] = ends if step.drafts is None else ends - _to_come(step.drafts, indices)
         return picks
 
+    def blank_picks(self, size: int) -> Int32:
+        """What `pack_picks` gives where nothing is drawn."""
+        picks = np.zeros((self.shards, size, 3), np.int32)
+        picks[:, :, 1] = self.rows
+        return picks
+
+    def token_ends(self, step: MergedStep, places: Places) -> Int32:
+        """For each entry of a step, how many tokens its shard has up to the entry's last one; int32 [n]."""
+        ends = np.zeros(step.rows.size, np.int32)
+        for shard in range(self.shards):
+            mine = places.shards == shard
+            ends[mine] = np.cumsum(step.num_tokens[mine], dtype=np.int32)
+        return ends
+
     def pack_lines(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:
         """Which of a shard's tokens each token is drawn after, [shards, size], for a step with drafts."""
         assert step.drafts is not None
-        tokens = np.zeros(step.rows.size, np.int32)
-        for shard in range(self.shards):
-            mine = places.shards == shard
-            tokens[mine] = np.cumsum(step.num_tokens[mine], dtype=np.int32)
         packed = np.zeros((self.shards, size), np.int32)
-        packed[drawn.at] = tokens[indices] - 1 - _to_come(step.drafts, indices)
+        packed[drawn.at] = self.token_ends(step, places)[indices] - 1 - _to_come(step.drafts, indices)
         return packed
 
     def draft_entries(self, step: MergedStep, drafts: Drafts) -> Int32:

@@ -24,7 +24,8 @@ from executor.network import Network, Output, zeros
 from executor.placement import SETUP_TOKENS, Places
 from executor.programs import bucket
 from executor.progress import Progress
-from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams
+from executor.prompts import AskedPrompts, Prompts, collect
+from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams, most_likely
 from executor.shards import Array
 from executor.step import Drafts, Float32, Int32, MergedStep, SampledStep, Words
 from executor.step_programs import StepPrograms
@@ -71,6 +72,7 @@ class Handle:
     drafts: Drafts | None = None
     drafted: Sequence[tuple[Array, Places]] = ()
     """The tokens of the drafts that are drawn here, in each place, and where they are."""
+    prompts: AskedPrompts | None = None
 
 
 class Runner:
@@ -84,6 +86,7 @@ class Runner:
     | device | sampling parameters, numbers  | 6 × 4 (float32) + 4 × 4 (int32: top_k, prompt_len, seed) |
     | host   | `Constraints`, for rows with  | vocabulary / 8 with allowed tokens, else a few hundred   |
     | host   | whether greedy, log-probs     | 1 + 8                                                    |
+    | host   | a prompt, see `Prompts`       | 4 × its tokens, where their log-probabilities are wanted |
 
     Positions come with each step, penalty counts and bans are derived from the tokens when they are needed, and the
     key of a draw is (seed, position): there is nothing else to roll back when tokens are dropped.
@@ -132,6 +135,7 @@ class Runner:
         self._greedy = np.ones(mesh.shape[meshes.DATA] * self._placement.rows, np.bool_)
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraints] = {}
+        self._prompts = Prompts(self._network)
         self._draft: Network | None = None
         """The draft model, in whose KV cache blocks have the same numbers."""
         if others is not None:
@@ -182,7 +186,9 @@ class Runner:
             drawn = self._draw_tried(step, places, output)
         elif step.samples.any():
             drawn = self._draw(step, places, *self._placement.draws(step, places), output.ending)
-        return Handle(step.rows.size, output.ending, drawn, step.drafts, drafted)
+        spans = self._prompts.take(step)
+        prompts = self._prompts.dispatch(spans, step, places, output) if spans else None
+        return Handle(step.rows.size, output.ending, drawn, step.drafts, drafted, prompts)
 
     def wait(self, handle: Handle) -> None:
         """Wait until a step is done, in place of `collect` where nobody reads what it drew."""
@@ -191,16 +197,18 @@ class Runner:
     def collect(self, handle: Handle) -> SampledStep:
         """Wait until a step is done, and fetch what it drew."""
         tokens = np.full(handle.size, -1, np.int32)
+        prompts = collect(handle.prompts) if handle.prompts is not None else []
         if handle.drawn is None:
             handle.done.block_until_ready()
-            return SampledStep(tokens)
+            return SampledStep(tokens, prompt_logprobs=prompts)
         drawn = handle.drawn
         of_lines = np.asarray(drawn.tokens)[drawn.places.shards, drawn.places.places]
         if handle.drafts is not None:
             judged = judge(handle.size, _known(handle.drafts, handle.drafted), drawn.indices, of_lines)
-            return SampledStep(judged.tokens, _by_entry(_read_logprobs(drawn), drawn, judged.lines), judged.counts)
+            logprobs = _by_entry(_read_logprobs(drawn), drawn, judged.lines)
+            return SampledStep(judged.tokens, logprobs, judged.counts, prompts)
         tokens[drawn.indices] = of_lines
-        return SampledStep(tokens, _by_entry(_read_logprobs(drawn), drawn))
+        return SampledStep(tokens, _by_entry(_read_logprobs(drawn), drawn), prompt_logprobs=prompts)
 
     def scores(self, handle: Handle, index: int, place: int = 0) -> Float32:
         """What a token was the largest of, the one at `place` of those of the entry `index` of a step.
@@ -232,6 +240,7 @@ class Runner:
             self._greedy[setup.row] = asked.temperature < sampling.GREEDY_BELOW
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))
+            self._prompts.set_up(setup)
         there = step.drafts is not None and step.drafts.tokens.size > 0
         drafts = self._placement.draft_entries(step, step.drafts) if step.drafts is not None and there else None
         for piece in self._placement.setup_pieces(step.setups, drafts) if step.setups or there else ():
@@ -342,9 +351,7 @@ def _read_logprobs(drawn: _Drawn) -> Iterator[tuple[int, tuple[Int32, Float32, i
             continue
         ids, values = found.tokens[at], found.values[at]
         if drawn.logits is not None and not 0 <= count <= TOP_LOGPROBS:
-            all_values = np.asarray(drawn.logits)[at] - found.norm[at]
-            ids = np.argsort(-all_values, kind="stable").astype(np.int32)
-            values = all_values[ids]
+            (ids,), (values,) = most_likely(np.asarray(drawn.logits)[at][None], found.norm[at][None])
         kept = ids.size if count < 0 else count
         yield (
             place,

@@ -275,3 +275,13 @@ def logprobs(logits: Array, drawn: Array) -> Logprobs:
     rank = jnp.where(logits >= of_drawn, 1, 0).sum(axis=1)
     values, tokens = lax.top_k(logits, min(TOP_LOGPROBS, logits.shape[1]))
     return Logprobs(of_drawn[:, 0] - norm, rank, values - norm[:, None], tokens.astype(jnp.int32), norm)
+
+
+def most_likely(logits: Float32, norm: Float32) -> tuple[Int32, Float32]:
+    """On the host: all tokens of each line [n, vocabulary], the most likely first, and their log-probabilities.
+
+    `norm` [n] is as in `Logprobs`.
+    """
+    values = logits - norm[:, None]
+    tokens = np.argsort(-values, axis=1, kind="stable").astype(np.int32)
+    return tokens, np.take_along_axis(values, tokens, axis=1)

@@ -17,13 +17,31 @@ def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> lis
     ends = list(accumulate(part.rows.size for part in parts))
     token_ends = ends if counts is None else np.cumsum(counts)[np.array(ends) - 1].tolist()
     logprobs: list[list[Logprobs]] = [[] for _ in parts]
-    for index in sorted(sampled.logprobs):
-        token_ids, values, ranks = zip(*sampled.logprobs[index], strict=True)
+
+    def where(index: int) -> tuple[int, int]:
+        """The part that an entry of the step is in, and its row there."""
         place = int(np.searchsorted(ends, index, side="right"))
         part = parts[place]
+        return place, int(part.rows[index - (ends[place] - part.rows.size)]) - part.rank * max_num_seqs
+
+    for found in sampled.prompt_logprobs:
+        place, row = where(found.entry)
         logprobs[place].append(
             Logprobs(
-                owner=int(part.rows[index - (ends[place] - part.rows.size)]) - part.rank * max_num_seqs,
+                owner=row,
+                positions=found.ranks.size,
+                token_ids=pack_ints(found.token_ids),
+                values=pack_floats(found.values),
+                ranks=pack_ints(found.ranks),
+                prompt_position=found.position,
+            )
+        )
+    for index in sorted(sampled.logprobs):
+        token_ids, values, ranks = zip(*sampled.logprobs[index], strict=True)
+        place, row = where(index)
+        logprobs[place].append(
+            Logprobs(
+                owner=row,
                 positions=len(ranks),
                 token_ids=pack_ints(np.concatenate(token_ids)),
                 values=pack_floats(np.concatenate(values)),

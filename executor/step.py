@@ -93,6 +93,20 @@ class MergedStep:
     masks: Masks = NO_MASKS
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of tokens of a prompt that the `entry`th sequence of a step gave, from `position` on.
+
+    `token_ids` and `values` hold [n, 1 + k], line by line: the prompt's token, then the most likely ones. `ranks` [n]
+    are those of the prompt's tokens.
+    """
+
+    entry: int
+    position: int
+    token_ids: Int32
+    values: Float32
+    ranks: Int32
+
+
 @dataclass(frozen=True, slots=True)
 class SampledStep:
     """What a step drew: `tokens` in the order of the merged step, -1 where it did not sample, -2 for NaN logits.
@@ -101,9 +115,10 @@ class SampledStep:
     would have drawn one by one, which are drafts but for the last.
 
     `logprobs` maps an index of the step to one (token ids [1 + k], values [1 + k], rank of the sampled token) for each
-    of its tokens.
+    of its tokens. `prompt_logprobs` come in the order of the merged step.
     """
 
     tokens: Int32
     logprobs: dict[int, list[tuple[Int32, Float32, int]]] = field(default_factory=dict)
     counts: Int32 | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)

@@ -115,7 +115,6 @@ class StepPrograms:
         """Tokens that a shard can draw in a step."""
         self.draw_sizes = sizes_up_to(-(-self.lines // devices) * devices, devices)
         """Lines of logits: all devices of a shard get as many."""
-        self.speculates = config.most_drafts > 0
         self.mixed_sizes = sizes_up_to(max(most_tokens, SMALLEST_MIXED), SMALLEST_MIXED)
         self.programs = Programs(mesh)
         self._declare()
@@ -161,7 +160,7 @@ class StepPrograms:
         for group in self.first_groups:
             program = self.layers_name(name, group)
             ending, *_ = trace(program, size, self.layers[group], self.kv[group], x, shared)
-        if name == "mixed" and self.speculates:
+        if name == "mixed":
             trace("lines", size, x, _int32(self.placement.shards, self.lines))
         return ending
 
@@ -203,7 +202,7 @@ class StepPrograms:
                     given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD)
                     taken = (BY_SHARD, BY_SHARD, KV)
                     add(self.layers_name(name, group), size, run, given, taken, donate=(1, 2))
-                if name == "mixed" and self.speculates:
+                if name == "mixed":
                     add("lines", size, compute.lines, (BY_SHARD, BY_SHARD), BY_SHARD)
         rows = self.placement.rows
         drawing = (BY_LINE, BY_SHARD, BY_SHARD, BY_SHARD)

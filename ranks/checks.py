@@ -9,8 +9,12 @@ from ranks.scheduler import Refused
 class Checks:
     """Refuses, in one sentence, what can never be served with a pool."""
 
-    def __init__(self, pool: KvPool, usable_blocks: int) -> None:
-        """`usable_blocks` are those of the pool that the scheduler gives out."""
+    def __init__(self, pool: KvPool, usable_blocks: int, most_prompt_logprobs: int) -> None:
+        """`usable_blocks` are those of the pool that the scheduler gives out.
+
+        `most_prompt_logprobs` is what messages have room for, see `Config`.
+        """
+        self._most_prompt_logprobs = most_prompt_logprobs
         self._pool = pool
         self._usable_blocks = usable_blocks
         self.max_len = min(pool.max_model_len, usable_blocks * pool.block_size)
@@ -33,6 +37,7 @@ class Checks:
         self.check_tokens(request.prompt_token_ids)
         self.check_tokens(request.output_token_ids)
         self.check_sampling(request.sampling, num_output)
+        self.check_prompt_logprobs(request.sampling, in_session=request.resumable)
 
     def check_turn(self, turn: AppendInput, sampling: Sampling, num_held: int) -> None:
         """Look at an input for a session that has `num_held` tokens at least when it comes to it.
@@ -45,6 +50,7 @@ class Checks:
         self.check_features(turn.mm_features, num_new)
         self.check_tokens(turn.prompt_token_ids)
         self.check_sampling(sampling, 0)
+        self.check_prompt_logprobs(sampling, in_session=True)
 
     def check_room(self, num_held: int, num_new: int) -> None:
         """Refuse an input of `num_new` tokens that leaves no room for output in a session that has `num_held`."""
@@ -87,3 +93,16 @@ class Checks:
             raise Refused(f"min_tokens is {sampling.min_tokens}; it must be from 0 to {sampling.max_tokens}")
         if fault := fault_of(sampling, self._pool.vocab_size):
             raise Refused(fault)
+
+    def check_prompt_logprobs(self, sampling: Sampling, in_session: bool) -> None:
+        """Refuse to tell log-probabilities of a session's context, of which most is not computed, or too many."""
+        asked = sampling.prompt_logprobs
+        if asked is None:
+            return
+        if in_session:
+            raise Refused("prompt_logprobs are not available in a session; leave them out")
+        if (self._pool.vocab_size if asked < 0 else asked) > self._most_prompt_logprobs:
+            raise Refused(
+                f"prompt_logprobs is {asked}; a step of max_num_batched_tokens with more than "
+                f"{self._most_prompt_logprobs} for each token would not fit into a message (max_message_bytes)"
+            )

@@ -46,8 +46,9 @@ from ranks.checks import Checks
 from ranks.drafts import DraftModel, PromptLookup
 from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
+from ranks.logprobs import part_of, sampling_for_row
 from ranks.outbox import by_id
-from ranks.output import first_logprobs, outputs
+from ranks.output import outputs
 from ranks.planning import Planner, Step
 from ranks.rendering import render
 from ranks.request import Int32, Request, Session, Turn, new_request
@@ -70,7 +71,7 @@ class NativeScheduler:
         self._config = config
         self._grammars = grammars or Grammars(config)
         self._pool = pool
-        self._checks = Checks(pool, pool.num_blocks)
+        self._checks = Checks(pool, pool.num_blocks, config.most_prompt_logprobs)
         max_len = self._checks.max_len
         self._blocks = BlockPool(pool.num_blocks, config.enable_prefix_caching)
         self._batch = Batch(config.max_num_seqs, max_len, -(-max_len // pool.block_size))
@@ -499,6 +500,7 @@ class NativeScheduler:
         if broken.any():
             ended = self._end_broken(rows[broken & held])
             held &= batch.held[rows]
+        own = self._own_prompt_logprobs(rows[held], logprobs) if logprobs else []
         for row, drafts in step.drafts.items():
             place = int(np.flatnonzero(rows == row)[0])
             if held[place]:
@@ -518,7 +520,8 @@ class NativeScheduler:
         num_delivered = int(delivered.sum())
         self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
-        own = self._own_logprobs(step, delivered, held, logprobs) if logprobs else []
+        if logprobs:
+            own += self._own_logprobs(step, delivered, logprobs)
         turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
         return self._tell(step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own)
 
@@ -590,19 +593,28 @@ class NativeScheduler:
             return "stop", token
         return "length", None
 
-    def _own_logprobs(
-        self, step: Step, delivered: Int32, held: npt.NDArray[np.bool_], logprobs: list[Logprobs]
-    ) -> list[tuple[int, Logprobs]]:
-        """Those of requests that get tokens or are not that far yet, with the frontend they go to."""
+    def _own_prompt_logprobs(self, rows: Rows, logprobs: list[Logprobs]) -> list[tuple[int, Logprobs]]:
+        """Those of prompts that requests in `rows` were not told yet, with the frontend they go to."""
+        own = []
+        held = frozenset(rows.tolist())
+        for item in logprobs:
+            if item.prompt_position and item.owner in held:
+                request = self._batch.request(item.owner)
+                rest = request.prompt_report.rest_of(item, request.handle) if request.prompt_report else None
+                if rest is not None:
+                    own.append((request.frontend, rest))
+        return own
+
+    def _own_logprobs(self, step: Step, delivered: Int32, logprobs: list[Logprobs]) -> list[tuple[int, Logprobs]]:
+        """Those of the tokens that requests get, with the frontend they go to."""
         batch = self._batch
         own = []
         places = {row: place for place, row in enumerate(step.rows.tolist())}
         for item in logprobs:
             place = places.get(item.owner)
-            if place is not None and (delivered[place] or (held[place] and not step.samples[place])):
-                handle = int(batch.handle[item.owner])
-                most = int(delivered[place]) or item.positions
-                own.append((int(batch.frontend[item.owner]), first_logprobs(item, handle, most)))
+            if place is not None and delivered[place] and not item.prompt_position:
+                part = part_of(item, int(batch.handle[item.owner]), 0, int(delivered[place]))
+                own.append((int(batch.frontend[item.owner]), part))
         return own
 
     def _tell(
@@ -787,7 +799,7 @@ def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
         token_ids=pack_ints(request.tokens),
         num_output_tokens=request.tokens.size - request.num_prompt,
         block_ids=blocks,
-        sampling=request.sampling,
+        sampling=sampling_for_row(request.sampling, request.prompt_report),
         num_computed_tokens=cached,
     )
 

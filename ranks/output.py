@@ -44,16 +44,3 @@ def outputs(
             )
         )
     return messages
-
-
-def first_logprobs(item: Logprobs, owner: int, positions: int) -> Logprobs:
-    """The first `positions` of an item, under another owner."""
-    kept = min(positions, item.positions)
-    size = item.token_ids.nbytes // max(item.positions, 1) * kept
-    return Logprobs(
-        owner=owner,
-        positions=kept,
-        token_ids=item.token_ids[:size],
-        values=item.values[:size],
-        ranks=item.ranks[: 4 * kept],
-    )

@@ -10,6 +10,7 @@ from bus.messages import AddRequest, MultimodalFeature, Sampling
 from bus.prefix import chain_hash, feature_key, root_hash, split_hashes
 from bus.wire import unpack_ints
 from ranks.grammars import Matcher
+from ranks.logprobs import PromptReport
 
 Int32 = npt.NDArray[np.int32]
 
@@ -93,6 +94,8 @@ class Request:
     """Other media in it, at their places in all of it."""
     turn: int = 1
     session: Session | None = None
+    prompt_report: PromptReport | None = None
+    """Where log-probabilities of the prompt are asked for: which of them were told."""
 
     @property
     def reads_cache(self) -> bool:
@@ -140,4 +143,5 @@ def new_request(
         features=message.mm_features,
         turn=message.turn,
         session=Session(message.sampling) if message.resumable else None,
+        prompt_report=PromptReport.for_request(message),
     )

@@ -54,6 +54,7 @@ from bus.wire import pack_ints, unpack_ints
 from ranks.checks import Checks
 from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar
 from ranks.kv_names import KvNames
+from ranks.logprobs import PromptReport, sampling_for_row
 from ranks.outbox import Outbox, by_id
 from ranks.rows import Rows
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
@@ -98,6 +99,8 @@ class _Entry:
     """Tokens of a session that are prompt in its turn; as many as vLLM has, but when that is already at the next."""
     num_output: int = 0
     """Tokens of the turn's output."""
+    prompt_report: PromptReport | None = None
+    """Where log-probabilities of the prompt are asked for: which of them were told."""
 
 
 class _Step(NamedTuple):
@@ -168,7 +171,7 @@ class VllmScheduler:
         self._engine = engine
         self._counters = counters
         self._usable_blocks = pool.num_blocks - 1
-        self._checks = Checks(pool, self._usable_blocks)
+        self._checks = Checks(pool, self._usable_blocks, config.most_prompt_logprobs)
         vllm_config, kv_config = engine.for_pool(pool, max(self._checks.max_len, 1))
         self._vllm = (_Async if config.async_depth > 1 else _Sync)(
             vllm_config=vllm_config,
@@ -221,6 +224,7 @@ class VllmScheduler:
             name = f"{name}@{frontend}/{request.handle}"
         entry = _Entry(frontend, request.handle, request.request_id, name, vllm, request.sampling, now)
         entry.turn = request.turn
+        entry.prompt_report = PromptReport.for_request(request)
         entry.num_prompt = vllm.num_prompt_tokens
         entry.num_output = vllm.num_output_tokens
         self._by_id[vllm.request_id] = self._by_key[frontend, request.handle] = self._by_name[name] = entry
@@ -470,7 +474,10 @@ class VllmScheduler:
                 self._counters.add("scheduler_nan_requests")
                 for ended in self._finish([entry], "error", "nan", "the model produced NaN logits"):
                     outbox.ended(ended)
-        alive = [self._is_alive(entry) and entry.row == row for entry, row in zip(step.entries, step.rows, strict=True)]
+        place_of = {row: i for i, row in enumerate(step.rows)}
+        for item in logprobs:
+            if item.prompt_position and item.owner in place_of:
+                self._tell_prompt(outbox, step.entries[place_of[item.owner]], item)
         ids = [entry.vllm.request_id for entry in step.entries]
         result = ModelRunnerOutput(
             req_ids=ids,
@@ -501,13 +508,19 @@ class VllmScheduler:
         num_delivered = sum(map(len, delivered.values()))
         self._counters.add("scheduler_generated_tokens", num_delivered)
         self._counters.add("scheduler_dropped_tokens", num_sampled - num_delivered)
-        place_of = {row: i for i, row in enumerate(step.rows)}
         for item in logprobs:
             i = place_of.get(item.owner)
-            if i is not None and (ids[i] in delivered or (alive[i] and not sampled[i])):
+            if not item.prompt_position and i is not None and delivered.get(ids[i]):
                 entry = step.entries[i]
                 outbox.logprobs(entry.frontend, msgspec.structs.replace(item, owner=entry.handle))
         return outbox.close()
+
+    def _tell_prompt(self, outbox: Outbox, entry: _Entry, found: Logprobs) -> None:
+        """Pass log-probabilities of a prompt on, even if it has been preempted meanwhile: its token may be, too."""
+        report = entry.prompt_report if self._is_alive(entry) else None
+        rest = report.rest_of(found, entry.handle) if report is not None else None
+        if rest is not None:
+            outbox.logprobs(entry.frontend, rest)
 
     def _end_turn(self, entry: _Entry, output: EngineCoreOutput) -> TurnEnded:
         """What vLLM leaves of a turn is its output without the last token; the next one may have begun already."""
@@ -660,7 +673,7 @@ def _resume_row(entry: _Entry, blocks: list[int], num_computed: int) -> ResumeRo
         token_ids=pack_ints(entry.vllm._all_token_ids),
         num_output_tokens=entry.vllm.num_output_tokens,
         block_ids=pack_ints(blocks),
-        sampling=sampling_of(entry.vllm),
+        sampling=sampling_for_row(sampling_of(entry.vllm), entry.prompt_report),
         num_computed_tokens=num_computed,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from bus.config import Config
 from bus.messages import Sampling
 from executor.runner import Handle, Runner
-from executor.step import Drafts, Masks, MergedStep, RowSetup, SampledStep
+from executor.step import Drafts, Masks, MergedStep, PromptLogprobs, RowSetup, SampledStep
 
 GREEDY = Sampling(seed=0, max_tokens=1000, temperature=0.0)
 
@@ -39,6 +39,7 @@ class Driver:
         self.rows: dict[Where, _Row] = {}
         self.logprobs: dict[Where, tuple[np.ndarray, np.ndarray, int]] = {}
         self.all_logprobs: dict[Where, list[tuple[np.ndarray, np.ndarray, int]]] = {}
+        self.prompt_logprobs: dict[Where, list[PromptLogprobs]] = {}
         self._setups: list[RowSetup] = []
         self._random = random.Random(0)
         self._free = [list(range(self.runner.blocks_of_rank(rank))) for rank in range(self.config.ranks)]
@@ -146,6 +147,8 @@ class Driver:
         sampled: SampledStep = self.runner.collect(handle)
         counts = np.ones(len(order), np.int32) if sampled.counts is None else sampled.counts
         result = {}
+        for found in sampled.prompt_logprobs:
+            self.prompt_logprobs.setdefault(order[found.entry], []).append(found)
         for index, (where, tokens) in enumerate(
             zip(order, np.split(sampled.tokens, np.cumsum(counts)[:-1]), strict=True)
         ):
@@ -154,9 +157,9 @@ class Driver:
                 self.rows[where].tokens += tokens.tolist()
                 self.rows[where].pending -= 1
                 self.rows[where].computed += tokens.size - 1
-            for found in sampled.logprobs.get(index, ()):
-                self.logprobs[where] = found
-                self.all_logprobs.setdefault(where, []).append(found)
+            for drawn in sampled.logprobs.get(index, ()):
+                self.logprobs[where] = drawn
+                self.all_logprobs.setdefault(where, []).append(drawn)
         return result
 
     def step(
@@ -182,10 +185,30 @@ class Driver:
     def logits(self, where: Where, chunk: int = 64) -> np.ndarray:
         """Log-probabilities of all tokens after what is known of a row, which was set up with `logprobs` -1."""
         self.prefill(where, chunk)
+        return self.drawn_from(where)
+
+    def drawn_from(self, where: Where) -> np.ndarray:
+        """Log-probabilities of all tokens where the last one of a row with `logprobs` -1 was drawn."""
         tokens, values, _ = self.logprobs[where]
         by_token = np.empty(self.runner.vocab_size, np.float32)
         by_token[tokens[1:]] = values[1:]
         return by_token
+
+    def take_prompt(self, where: Where) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What was found of a row's prompt since the last time, which began with its second token and had no gap.
+
+        Token ids and values [n, 1 + k] and ranks [n], as in `Logprobs`.
+        """
+        parts = self.prompt_logprobs.pop(where)
+        position = 1
+        for part in parts:
+            assert part.position == position
+            position += part.ranks.size
+        ids, values = (
+            np.concatenate([array.reshape(part.ranks.size, -1) for part, array in zip(parts, arrays, strict=True)])
+            for arrays in ([part.token_ids for part in parts], [part.values for part in parts])
+        )
+        return ids, values, np.concatenate([part.ranks for part in parts])
 
     def _set_up(self, where: Where, start: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling) -> None:
         row = where[0] * self.config.max_num_seqs + where[1]

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "num_blocks": RANKS * 32,
 }
 
-SHOWN = Sampling(seed=0, max_tokens=1, temperature=0.0, logprobs=-1)
+SHOWN = Sampling(seed=0, max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=2)
 
 ASKING = {
     (0, 0): Sampling(seed=1, max_tokens=9, temperature=0.9, top_p=0.9, min_p=0.01, top_k=50),
@@ -67,12 +67,14 @@ def greedy(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
 
 
 def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
-    """Log-probabilities [2, vocabulary] after two of the prompts."""
-    found = []
+    """Log-probabilities [2, vocabulary] after two of the prompts, and those of the prompts' tokens."""
     for where in SHOWN_ROWS:
         driver.start(where, prompt_of(where, PROMPTS[where]), SHOWN)
-        found.append(driver.logits(where, driver.config.max_num_batched_tokens))
-    yield "logits", np.stack(found)
+    most = driver.config.max_num_batched_tokens
+    while left := {where: min(driver.left(where), most) for where in SHOWN_ROWS if where not in driver.logprobs}:
+        driver.step(left)
+    yield "logits", np.stack([driver.drawn_from(where) for where in SHOWN_ROWS])
+    yield "prompts", np.concatenate([driver.take_prompt(where)[1][:, 0] for where in SHOWN_ROWS])
 
 
 def asking(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:

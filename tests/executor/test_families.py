@@ -18,7 +18,7 @@ from executor import hosts, mesh
 from executor.models import parts
 from tests.executor import on_mesh
 from tests.executor.driving import Driver
-from tests.executor.test_llama import ALL, generate, logprobs_of, prompt_of
+from tests.executor.test_llama import ALL, generate, logprobs_of, logprobs_within, prompt_of
 from tests.families import FAMILIES, write_family
 from tests.models import write_folder
 
@@ -82,6 +82,9 @@ def test_tokens_on_a_mesh_are_those_of_transformers(family: str, found: Any, ref
             ours = found[f"{family}/{shape}/logits"][row]
             theirs = logprobs_of(model, on_mesh.prompt_of(where, on_mesh.PROMPTS[where]))
             np.testing.assert_allclose(ours, theirs, atol=2e-4, err_msg=shape)
+        prompts = [on_mesh.prompt_of(where, on_mesh.PROMPTS[where]) for where in on_mesh.SHOWN_ROWS]
+        told = np.concatenate([logprobs_within(model, prompt) for prompt in prompts])
+        np.testing.assert_allclose(found[f"{family}/{shape}/prompts"], told, atol=2e-4, err_msg=shape)
 
 
 @pytest.mark.timeout(600)

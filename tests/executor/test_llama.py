@@ -51,6 +51,17 @@ def logprobs_of(model: Any, tokens: list[int]) -> np.ndarray:
         return torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1].double(), -1).numpy()
 
 
+def all_logprobs_of(model: Any, tokens: list[int]) -> np.ndarray:
+    """[tokens - 1, vocabulary]: what the model thinks may stand where the second token does, the third, …"""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].double(), -1).numpy()
+
+
+def logprobs_within(model: Any, tokens: list[int]) -> np.ndarray:
+    """Of each token but the first; [tokens - 1]."""
+    return all_logprobs_of(model, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
 def generate(model: Any, prompt: list[int], count: int) -> list[int]:
     with torch.no_grad():
         done = model.generate(

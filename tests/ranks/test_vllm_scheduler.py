@@ -11,7 +11,7 @@ from bus.config import Config
 from bus.counters import Counters
 from bus.messages import AppendInput, KvPool, Logprobs, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
-from bus.wire import pack_ints, unpack_ints
+from bus.wire import pack_ints, unpack_floats, unpack_ints
 from ranks.scheduler import BrokenResult, Refused
 from tests.ranks.toy import VOCAB, ToyExecutor, generate, next_token, request
 
@@ -33,6 +33,7 @@ class Bench:
         self.output: dict[int, list[int]] = {}
         self.ended: dict[int, Any] = {}
         self.started: dict[int, int] = {}
+        self.prompts: dict[int, list[Logprobs]] = {}
 
     def add(self, handle: int, prompt: list[int], max_tokens: int = 8, **options: Any) -> None:
         self.scheduler.add(0, request(handle, prompt, max_tokens, **options), 0.0)
@@ -50,6 +51,9 @@ class Bench:
         for frontend, message in self.scheduler.update(self.executor.take()):
             assert frontend == 0
             self.started |= {item.handle: item.cached_tokens for item in message.started}
+            for found in message.logprobs:
+                assert not self.output.get(found.owner), "a prompt's log-probabilities come after its first token"
+                self.prompts.setdefault(found.owner, []).append(found)
             tokens = unpack_ints(message.tokens).tolist()
             handles = unpack_ints(message.handles).tolist()
             counts = unpack_ints(message.counts).tolist() or [1] * len(handles)
@@ -307,12 +311,15 @@ def test_a_pool_of_one_block_serves_nothing(make_scheduler: MakeScheduler) -> No
         (5, {"top_p": 0.0}, "top_p 0.0 is not allowed"),
         (5, {"stop_token_ids": [VOCAB]}, "stop_token_ids names token 50"),
         (5, {"output": [VOCAB]}, "token ids outside the vocabulary"),
+        (5, {"resumable": True, "prompt_logprobs": 1}, "not available in a session"),
+        (5, {"prompt_logprobs": 39}, "prompt_logprobs is 39; .* more than 38 for each"),
+        (5, {"prompt_logprobs": -1}, "prompt_logprobs is -1"),
     ],
 )
 def test_what_can_never_be_served_is_refused(
     make_scheduler: MakeScheduler, length: int, options: Any, sentence: str
 ) -> None:
-    b = Bench(make_scheduler)
+    b = Bench(make_scheduler, max_message_bytes=9999)
     with pytest.raises(Refused, match=sentence):
         b.add(0, prompt(length), **options)
     assert not b.scheduler.has(0, 0)
@@ -380,20 +387,73 @@ def test_nan_ends_that_request_only(bench: Any) -> None:
 def test_logprobs_go_to_the_request_that_has_the_row(bench: Any, aborted: int, left: int) -> None:
     b = bench()
     b.add(0, prompt(10, 0), 9)
-    b.add(1, prompt(20, 1), 9)  # its prompt is not complete in the first step
+    b.add(1, prompt(20, 1), 9, prompt_logprobs=0)  # its prompt is not complete in the first step
     b.add(2, prompt(10, 2), 9)
     assert b.send()
     b.scheduler.finish(0, pack_ints([aborted]), "abort")
 
     def of(row: int) -> Logprobs:
         values = memoryview(struct.pack("<f", -0.5))
-        return Logprobs(owner=row, positions=1, token_ids=pack_ints([row]), values=values, ranks=pack_ints([1]))
+        found = Logprobs(owner=row, positions=1, token_ids=pack_ints([row]), values=values, ranks=pack_ints([1]))
+        return msgspec.structs.replace(found, prompt_position=int(row == 1))
 
     result = b.executor.take()
     assert unpack_ints(result.tokens).tolist()[1] == -1
     result = msgspec.structs.replace(result, logprobs=[of(0), of(1), of(3)])
     ((_, outputs),) = b.scheduler.update(result)
     assert [(item.owner, unpack_ints(item.token_ids).tolist()) for item in outputs.logprobs] == [(left, [left])]
+
+
+def told_of(found: list[Logprobs]) -> tuple[list[int], list[int]]:
+    """The positions and tokens of a prompt that a frontend was told of, in order."""
+    positions = [item.prompt_position + place for item in found for place in range(item.positions)]
+    tokens = [token for item in found for token in unpack_ints(item.token_ids).tolist()[::2]]
+    for item in found:
+        at = [-float(item.prompt_position + place) for place in range(item.positions) for _ in (0, 1)]
+        assert unpack_floats(item.values).tolist() == at
+    return positions, tokens
+
+
+def test_log_probabilities_of_prompts_are_told_once_though_rows_are_preempted_in_prefill(bench: Any) -> None:
+    """And computed: such a request takes nothing from the prefix cache, though others find its blocks there."""
+    b = bench(num_blocks=8, long_prefill_token_threshold=4)
+    prompts = [prompt(20, 0), prompt(30, 1), prompt(1, 2)]
+    b.add(0, prompts[0], 20)
+    while 0 not in b.output:
+        b.turn()
+    b.add(1, prompts[1], 4, prompt_logprobs=1)
+    b.run()
+    assert b.counters.snapshot()["scheduler_preemptions"] > 0
+    assert b.executor.prompt_positions > 29  # some were found again
+    b.add(2, prompts[2], 3, prompt_logprobs=1)
+    b.run()
+    assert told_of(b.prompts.pop(1)) == (list(range(1, 30)), prompts[1][1:])
+    found = b.executor.prompt_positions
+    b.add(3, prompts[1], 4, prompt_logprobs=1)
+    b.run()
+    assert (b.started[3], b.executor.prompt_positions - found) == (0, 29)
+    assert told_of(b.prompts.pop(3)) == (list(range(1, 30)), prompts[1][1:])
+    b.add(4, prompts[1], 4)
+    b.run()
+    assert b.started[4] == 24
+    assert not b.prompts
+    for handle, (asked, count) in enumerate([(0, 20), (1, 4), (2, 3), (1, 4), (1, 4)]):
+        assert b.output[handle] == generate(prompts[asked], sampling(max_tokens=count), 64)[0]
+    b.check_clean()
+
+
+def test_log_probabilities_of_a_prompt_are_not_found_again_once_there_is_output(bench: Any) -> None:
+    b = bench(num_blocks=8)
+    for handle in range(4):
+        b.add(handle, prompt(10, handle), 20, prompt_logprobs=1)
+    b.run()
+    assert b.executor.resumed > 0
+    assert b.executor.prompt_positions == 4 * 9
+    begun = b.output[0][:5]
+    b.add(4, prompt(10, 0), 20, prompt_logprobs=1, output=begun)
+    b.run()
+    assert b.executor.prompt_positions == 4 * 9
+    assert begun + b.output[4] == b.output[0]
 
 
 @pytest.mark.parametrize("tokens", [[], [3, 3], [-1], [VOCAB], [-3]])

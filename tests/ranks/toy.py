@@ -22,13 +22,14 @@ from bus.messages import (
     ContinueRow,
     Grammar,
     KvPool,
+    Logprobs,
     NewRow,
     PartialSchedule,
     ResumeRow,
     Sampling,
     StepResult,
 )
-from bus.wire import pack_ints, unpack_ints
+from bus.wire import pack_floats, pack_ints, unpack_ints
 from executor.merge import Limits, Merger, Part
 from executor.rows import Rows
 from tests.tiny_model import SPECIAL, write_tiny_llama, write_tokenizer
@@ -58,6 +59,19 @@ def next_repeating(tokens: list[int]) -> int:
     """Of a model that soon repeats itself, so that drafts found in the tokens are right more often than not."""
     state = (tokens[-1] % 3, tokens[-2] % 3 if len(tokens) > 1 else 0, len(tokens) % 31 == 0)
     return blake2b(repr(state).encode(), digest_size=1).digest()[0] % VOCAB
+
+
+def logprobs_within(owner: int, tokens: list[int], position: int) -> Logprobs:
+    """What the toy says of these tokens of a prompt, from `position` on: the value of each is where it stands."""
+    count = len(tokens)
+    return Logprobs(
+        owner=owner,
+        positions=count,
+        token_ids=pack_ints([token + other for token in tokens for other in (0, 1)]),
+        values=pack_floats([-float(position + place) for place in range(count) for _ in (0, 1)]),
+        ranks=pack_ints(range(position, position + count)),
+        prompt_position=position,
+    )
 
 
 def allowed_token(token: int, mask: bytes) -> int:
@@ -136,6 +150,8 @@ class _Row:
     position: int
     blocks: list[int]
     constrained: bool
+    prompt: list[int]
+    """Where log-probabilities of it are asked for."""
 
 
 @dataclass
@@ -163,6 +179,7 @@ class ToyExecutor:
     accepted: int = 0
     rejected: int = 0
     masked: int = 0
+    prompt_positions: int = 0
 
     def __post_init__(self) -> None:
         pool = self.pool
@@ -211,6 +228,7 @@ class ToyExecutor:
             for row, number in zip(rows, tried, strict=True)
         ]
         masks = self._masks(schedule)
+        logprobs = [found for row, count in zip(rows, counts, strict=True) if (found := self._prompt(row, count))]
         tokens = [
             self._run_row(row, count, own, masks.pop(row, []))
             for row, count, own in zip(rows, counts, drafts, strict=True)
@@ -224,7 +242,9 @@ class ToyExecutor:
         self.in_flight_parts.append(part)
         flat = [token for drawn in tokens for token in drawn]
         numbers = [len(drawn) for drawn in tokens] if any(drafts) else []
-        self.results.append(StepResult(step=schedule.step, tokens=pack_ints(flat), counts=pack_ints(numbers)))
+        self.results.append(
+            StepResult(step=schedule.step, tokens=pack_ints(flat), counts=pack_ints(numbers), logprobs=logprobs)
+        )
 
     def _guess(self, row: int, count: int) -> list[int]:
         tokens = list(self.rows[row].tokens)
@@ -238,6 +258,13 @@ class ToyExecutor:
         if result.counts.nbytes:
             self.merger.judged([part], unpack_ints(result.counts))
         return result
+
+    def _prompt(self, number: int, count: int) -> Logprobs | None:
+        row = self.rows[number]
+        begin = row.position + 1
+        tokens = row.prompt[begin : begin + count]
+        self.prompt_positions += len(tokens)
+        return logprobs_within(number, tokens, begin) if tokens else None
 
     def _masks(self, schedule: PartialSchedule) -> dict[int, list[bytes]]:
         """By row; none may be drawing in a step in flight, unless its turn has ended: masks follow from tokens."""
@@ -259,7 +286,10 @@ class ToyExecutor:
         blocks = unpack_ints(item.block_ids).tolist()
         assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
-        self.rows[row] = _Row(tokens.tolist(), num_computed, blocks, item.sampling.grammar is not None)
+        num_output = item.num_output_tokens if isinstance(item, ResumeRow) else 0
+        asks = item.sampling.prompt_logprobs is not None
+        prompt = tokens[: tokens.size - num_output].tolist() if asks else []
+        self.rows[row] = _Row(tokens.tolist(), num_computed, blocks, item.sampling.grammar is not None, prompt)
 
     def _continue(self, more: ContinueRow) -> None:
         self.continued += 1

@@ -4,10 +4,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from vllm.exceptions import GracefulHTTPError
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import (
@@ -21,7 +22,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bus.messages import (
     AnyCommand,
@@ -54,12 +55,16 @@ class _Resources:
 
 @dataclass(slots=True)
 class _Request:
-    """An unfinished request. `started` waits for the first tokens, to go into vLLM's metrics with them."""
+    """An unfinished request.
+
+    `started` waits for the first tokens, to go into vLLM's metrics with them; so do the `prompt_logprobs` that came.
+    """
 
     prompt_len: int
     trace_headers: Mapping[str, str] | None = None
     started: RequestStarted | None = None
     started_at: float = 0.0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
 
 class BusClient(EngineCoreClient):
@@ -151,6 +156,8 @@ class BusClient(EngineCoreClient):
                 continue  # given up meanwhile
             if delivery.started is not None:
                 request.started, request.started_at = delivery.started, now
+            if delivery.prompt_logprobs is not None:
+                request.prompt_logprobs.append(delivery.prompt_logprobs)
             if delivery.ended is not None:
                 del self._requests[delivery.request_id]
                 if delivery.ended.reason == "error":
@@ -280,6 +287,9 @@ def _output(delivery: Delivery, request: _Request) -> EngineCoreOutput:
     output = EngineCoreOutput(delivery.request_id, np.frombuffer(delivery.token_ids, "<i4").tolist())
     if delivery.logprobs is not None:
         output.new_logprobs = _logprobs(delivery.logprobs)
+    if request.prompt_logprobs:
+        output.new_prompt_logprobs_tensors = _prompt_logprobs(request.prompt_logprobs)
+        request.prompt_logprobs = []
     if (started := request.started) is not None:
         output.events = [
             EngineCoreEvent(EngineCoreEventType.QUEUED, request.started_at - started.queued_s),
@@ -301,4 +311,14 @@ def _logprobs(logprobs: Logprobs) -> LogprobsLists:
         np.frombuffer(logprobs.token_ids, "<i4").reshape(shape),
         np.frombuffer(logprobs.values, "<f4").reshape(shape),
         np.frombuffer(logprobs.ranks, "<i4"),
+    )
+
+
+def _prompt_logprobs(parts: list[Logprobs]) -> LogprobsTensors:
+    """Those of a whole prompt, which came in parts."""
+    lists = [_logprobs(part) for part in parts]
+    return LogprobsTensors(
+        torch.from_numpy(np.concatenate([part.logprob_token_ids for part in lists])),
+        torch.from_numpy(np.concatenate([part.logprobs for part in lists])),
+        torch.from_numpy(np.concatenate([part.sampled_token_ranks for part in lists])),
     )

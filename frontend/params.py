@@ -107,6 +107,7 @@ def sampling_for(params: GenerateParams, prompt_tokens: int, limits: ModelLimits
         logit_bias=params.logit_bias,
         allowed_token_ids=params.allowed_token_ids,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         grammar=params.grammar,
     )
     fault = fault_of(sampling, limits.vocab_size)
@@ -127,6 +128,8 @@ def session_sampling(params: GenerateParams, limits: ModelLimits, seed: int) -> 
         raise BadRequest("stop strings are not allowed in a session; use stop_token_ids")
     if params.bad_words:
         raise BadRequest("bad_words are not allowed in a session; use logit_bias")
+    if params.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs are not available in a session: of most of its context they are not computed")
     if params.max_tokens is not None and params.max_tokens > limits.max_model_len:
         raise BadRequest(f"max_tokens {params.max_tokens} is more than max_model_len {limits.max_model_len}")
     return sampling_for(params, 0, limits, seed)
@@ -149,5 +152,3 @@ def _check_supported(params: GenerateParams) -> None:
     ):
         if given:
             raise BadRequest(f"{name} needs text: leave text_output on")
-    if params.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs is not supported; logprobs of sampled tokens are")

@@ -20,7 +20,11 @@ class EngineError(Exception):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a request's output, as it came. `finished` is set on the last piece of each child (`index`)."""
+    """A piece of a request's output, as it came. `finished` is set on the last piece of each child (`index`).
+
+    Log-probabilities are in `delta`, those of the prompt in pieces without tokens before the first that has any: see
+    `prompt_position` of `bus.messages.Logprobs`.
+    """
 
     request_id: str
     index: int

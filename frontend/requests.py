@@ -202,7 +202,10 @@ class Requests:
             self._counters.add("invalid_outputs")
             return []
         news = News(rank, outputs.step)
-        logprobs = {item.owner: item for item in outputs.logprobs}
+        logprobs = {item.owner: item for item in outputs.logprobs if not item.prompt_position}
+        for item in outputs.logprobs:
+            if item.prompt_position and (entry := self._known(item.owner, rank)) is not None:
+                news.add_prompt(entry, item)
         for handle, tokens in zip(handles, split_by_counts(outputs.tokens, counts, len(handles)), strict=True):
             if (entry := self._known(handle, rank)) is not None:
                 entry.add_output(tokens)
@@ -293,6 +296,7 @@ class News:
     def __init__(self, rank: int, step: int = 0) -> None:
         self._rank = rank
         self._step = step
+        self._prompts: list[Effect] = []
         self._batches: dict[Peer, _Batch] = {}
         self._messages: list[Effect] = []
         self._deliveries: dict[int, Delivery] = {}
@@ -300,6 +304,16 @@ class News:
     def start(self, entry: Entry, started: RequestStarted) -> None:
         if entry.wanted and entry.owner is None:
             self._deliver(entry, started=started)
+
+    def add_prompt(self, entry: Entry, logprobs: Logprobs) -> None:
+        """Deliver log-probabilities of a prompt, before its tokens."""
+        if not entry.wanted:
+            return
+        if entry.owner is None:
+            self._deliver(entry, prompt_logprobs=logprobs)
+        else:
+            own = structs.replace(logprobs, owner=entry.index)
+            self._prompts.append(Send(entry.owner, Delta(request_id=entry.request_id, index=entry.index, logprobs=own)))
 
     def add(self, entry: Entry, tokens: Ints, logprobs: Logprobs | None) -> None:
         if not entry.wanted:
@@ -331,8 +345,8 @@ class News:
         self._deliver(entry, messages=(*before, message))
 
     def effects(self) -> list[Effect]:
-        """The messages and the delivery, tokens before ends."""
-        effects: list[Effect] = [Send(owner, batch.message()) for owner, batch in self._batches.items()]
+        """The messages and the delivery, prompts before tokens before ends."""
+        effects = [*self._prompts, *(Send(owner, batch.message()) for owner, batch in self._batches.items())]
         effects += self._messages
         if self._deliveries:
             effects.append(Deliver(self._rank, list(self._deliveries.values()), self._step))

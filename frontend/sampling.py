@@ -51,6 +51,7 @@ def to_sampling(request: EngineCoreRequest, max_model_len: int, draw_seed: Calla
         allowed_token_ids=params.allowed_token_ids,
         bad_words_token_ids=params.bad_words_token_ids or None,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         grammar=None if params.structured_outputs is None else to_grammar(params.structured_outputs),
     )
 
@@ -105,7 +106,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     }
     if params is not None:
         asked |= {
-            "`prompt_logprobs` (or `echo` with `logprobs`)": params.prompt_logprobs is not None,
             "`prompt_logprob_token_ids`": params.prompt_logprob_token_ids is not None,
             "`logprob_token_ids`": params.logprob_token_ids,
             "`repetition_detection`": params.repetition_detection,

@@ -136,7 +136,8 @@ Call = (
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """New output of one request: tokens as int32, and its end if it has ended.
 
-    A session has `messages` instead of an end: what its client is to be told after these tokens.
+    A session has `messages` instead of an end: what its client is to be told after these tokens. `prompt_logprobs` are
+    of the part of the prompt after that told before; the last come with the first token.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     started: RequestStarted | None = None
     ended: RequestEnded | None = None
     messages: tuple[TurnFinished | Finished | SessionResumed, ...] = ()
+    prompt_logprobs: Logprobs | None = None
 
 
 class Deliver(msgspec.Struct, frozen=True):

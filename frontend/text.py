@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import ChatParams
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
@@ -88,11 +89,18 @@ class TextRequests:
         outputs = self._engine.generate(
             prompt, params, request.request_id, priority=request.priority, data_parallel_rank=request.rank
         )
+        prompt_logprobs: Logprobs | None = None
+        begun: set[int] = set()
         async for output in outputs:
+            prompt_logprobs = prompt_logprobs or _prompt_logprobs(output, request.params.prompt_logprobs)
             for child in output.outputs:
+                if prompt_logprobs is not None and child.index not in begun:
+                    begun.add(child.index)
+                    own = structs.replace(prompt_logprobs, owner=child.index)
+                    yield Delta(request_id=request.request_id, index=child.index, logprobs=own)
                 progress.output_tokens[child.index] += len(child.token_ids)
                 if child.token_ids or child.text:
-                    yield _delta(request.request_id, child)
+                    yield _delta(request, child)
                 if child.finish_reason is not None:
                     progress.finished.add(child.index)
                     reason = child.finish_reason
@@ -151,32 +159,47 @@ def _token_ids(prompt: list[int] | memoryview) -> list[int]:
     return np.frombuffer(prompt, "<i4").tolist() if isinstance(prompt, memoryview) else prompt
 
 
-def _delta(request_id: str, child: CompletionOutput) -> Delta:
+def _delta(request: Generate, child: CompletionOutput) -> Delta:
     token_ids = np.asarray(child.token_ids, dtype="<i4")
     return Delta(
-        request_id=request_id,
+        request_id=request.request_id,
         index=child.index,
         token_ids=memoryview(token_ids.tobytes()),
         text=child.text,
-        logprobs=_logprobs(child) if child.logprobs is not None else None,
+        logprobs=_logprobs(child, request.params.logprobs),
     )
 
 
-def _logprobs(child: CompletionOutput) -> Logprobs:
-    """vLLM's dictionaries as arrays again: the sampled token first, then the most likely ones in their order."""
-    token_ids, values, ranks = [], [], []
-    for sampled, position in zip(child.token_ids, child.logprobs or (), strict=True):
-        others = sorted((token for token in position if token != sampled), key=lambda token: position[token].rank or 0)
-        for token in (sampled, *others):
+def _logprobs(child: CompletionOutput, most: int | None) -> Logprobs | None:
+    """Those of a child's new tokens, `most` as in `GenerateParams.logprobs`."""
+    if child.logprobs is None or most is None:
+        return None
+    return _as_arrays(child.index, list(child.token_ids), list(child.logprobs), most, 0)
+
+
+def _prompt_logprobs(output: RequestOutput, most: int | None) -> Logprobs | None:
+    """Those of the prompt, if they come with this: with the first output of each child, which are all the same."""
+    found = output.prompt_logprobs
+    if found is None or most is None or len(found) < 2:  # the first token has none
+        return None
+    return _as_arrays(0, list(output.prompt_token_ids or ())[1:], list(found)[1:], most, 1)
+
+
+def _as_arrays(owner: int, tokens: list[int], positions: list[Any], most: int, prompt_position: int) -> Logprobs:
+    """vLLM's dictionaries as arrays again: the token that stands there, then the most likely ones in their order."""
+    token_ids, values = [], []
+    for own, position in zip(tokens, positions, strict=True):
+        likely = sorted(position, key=lambda token: position[token].rank or 0)
+        for token in (own, *(likely if most < 0 else likely[:most])):
             token_ids.append(token)
             values.append(position[token].logprob)
-        ranks.append(position[sampled].rank or 0)
     return Logprobs(
-        owner=child.index,
-        positions=len(ranks),
+        owner=owner,
+        positions=len(tokens),
         token_ids=_bytes(token_ids, "<i4"),
         values=_bytes(values, "<f4"),
-        ranks=_bytes(ranks, "<i4"),
+        ranks=_bytes([position[own].rank or 0 for own, position in zip(tokens, positions, strict=True)], "<i4"),
+        prompt_position=prompt_position,
     )
 
 

@@ -225,7 +225,7 @@ def params_of(sampling: Sampling) -> GenerateParams:
     return GenerateParams(**own, ignore_eos=sampling.eos_token_id is None)
 
 
-_PARAMETERS = frozenset(GenerateParams.__struct_fields__) & frozenset(Sampling.__struct_fields__) - {"prompt_logprobs"}
+_PARAMETERS = frozenset(GenerateParams.__struct_fields__) & frozenset(Sampling.__struct_fields__)
 
 
 class LoadCore:

@@ -75,6 +75,41 @@ def test_counts_split_the_tokens(engine: Engine) -> None:
     assert engine.take() == []
 
 
+def test_log_probabilities_of_a_prompt_come_before_its_first_token(engine: Engine) -> None:
+    """In messages of their own, with those of the first token beside them or not, and over the seam with the rest."""
+    engine.ask(request_id="a", rank=0, params=m.GenerateParams(prompt_logprobs=0))
+    engine.ask(request_id="b", rank=0, params=m.GenerateParams(prompt_logprobs=0, logprobs=0, n=2))
+    engine.feed(Posted(AddCall(request_id="h", prompt_token_ids=pack_ints([1]), sampling=SAMPLING, rank=0)))
+    adds = [message for message in engine.take() if isinstance(message, m.AddRequest)]
+    assert [add.sampling.prompt_logprobs for add in adds] == [0, 0, 0, None]
+    a, _, b, h = (add.handle for add in adds)
+
+    def found(owner: int, position: int) -> m.Logprobs:
+        values = pack_floats([0.0])
+        return m.Logprobs(
+            owner=owner,
+            positions=1,
+            token_ids=pack_ints([7]),
+            values=values,
+            ranks=pack_ints([1]),
+            prompt_position=position,
+        )
+
+    engine.feed(Received(RANKS[0], outputs([], [], logprobs=[found(a, 1), found(h, 1)])))
+    (delta,) = engine.take(CLIENT)
+    assert (delta.request_id, delta.token_ids.nbytes, delta.logprobs) == ("a", 0, found(0, 1))
+    assert engine.up[-1].outputs[0].prompt_logprobs == found(h, 1)
+    several = [found(b, 1), found(a, 2), found(b, 0), found(99, 1)]
+    engine.feed(Received(RANKS[0], outputs([a, b, h], [4, 5, 6], logprobs=several)))
+    first, second, tokens, drawn = engine.take(CLIENT)
+    assert [(delta.request_id, delta.index, delta.logprobs.prompt_position) for delta in (first, second)] == [
+        ("b", 1, 1),
+        ("a", 0, 2),
+    ]
+    assert tokens == m.TokenDeltas(request_ids=["a"], tokens=pack_ints([4]))
+    assert (unpack_ints(drawn.token_ids).tolist(), drawn.logprobs) == ([5], found(1, 0))
+
+
 def test_children_draw_with_seeds_of_their_own_and_end_on_their_own(engine: Engine) -> None:
     engine.ask(params=m.GenerateParams(n=3, seed=11))
     adds = [(peer, message) for peer, message in engine.sent if isinstance(message, m.AddRequest)]
@@ -129,7 +164,8 @@ def test_unseeded_requests_get_different_seeds_and_the_same_again_in_a_replay() 
         ({"params": m.GenerateParams(stop_token_ids=[-5])}, "stop_token_ids names token -5"),
         ({"params": m.GenerateParams(stop=["x"])}, "stop needs text"),
         ({"params": m.GenerateParams(bad_words=["x"])}, "bad_words needs text"),
-        ({"params": m.GenerateParams(prompt_logprobs=1)}, "prompt_logprobs"),
+        ({"params": m.GenerateParams(prompt_logprobs=101)}, "prompt_logprobs 101 is not allowed"),
+        ({"params": m.GenerateParams(prompt_logprobs=1), "resumable": True}, "prompt_logprobs are not available in a"),
         ({"rank": 5}, "rank 5 takes no requests now; ranks that do: 0, 1"),
     ],
 )

@@ -287,6 +287,34 @@ def test_logprobs(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_log_probabilities(server: Server, stream: bool) -> None:
+    body = {"prompt": "abcdef", "temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 2}
+    if stream:
+        found = [event["choices"][0] for event in events(server.start("/v1/completions", body | {"stream": True}))]
+        parts = [choice["logprobs"] for choice in found if choice["logprobs"]]
+        logprobs = {name: [item for part in parts for item in part[name]] for name in parts[0]}
+    else:
+        (choice,) = server.complete(**body)["choices"]
+        assert choice["text"] == "abcdefab"
+        logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == list("abcdefab")
+    assert logprobs["text_offset"] == list(range(8))
+    assert logprobs["token_logprobs"] == [None, -1, -2, -3, -4, -5, -2.5, -2.5]
+    assert logprobs["top_logprobs"][:3] == [None, {"b": -1, "c": -1.5}, {"c": -2, "d": -2.5}]
+
+
+def test_prompt_logprobs(server: Server) -> None:
+    (choice,) = server.complete(prompt_logprobs=0, n=1)["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    assert [next(iter(of.values()))["logprob"] for of in choice["prompt_logprobs"][1:]] == [-1, -2, -3, -4, -5]
+    status, answer = server.post("/v1/completions", {"prompt": "abc", "prompt_logprobs": -1})
+    assert (status, answer["error"]["code"]) == (400, 400)
+    assert "max allowed: 20" in answer["error"]["message"]
+    (alone,) = server.complete(prompt="a", prompt_logprobs=1)["choices"]
+    assert alone["prompt_logprobs"] == [None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "status", "sentence"),
     [
@@ -309,7 +337,7 @@ def test_logprobs(server: Server) -> None:
             400,
             "disable_additional_properties is not supported",
         ),
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, 501, "`prompt_logprobs`"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -2}, 400, "`prompt_logprobs` must be"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"a": 1}}, 501, "`vllm_xargs`"),
         ("/v1/completions", {"prompt": "a", "priority": REFUSED}, 400, "the toy refuses this"),
     ],
@@ -484,6 +512,26 @@ def test_refused_text_requests(server: Server, generate: Any, code: str, sentenc
     refused = server.wait_call("TextRefused")
     assert (refused["request_id"], refused["code"]) == ("r", code)
     assert sentence in refused["message"]
+
+
+def test_text_requests_have_log_probabilities_of_their_prompts(server: Server) -> None:
+    """Each child, before its first token, in lines of the same width whether the token is among the most likely."""
+    params = {"n": 2, "seed": 1, "max_tokens": 2, "prompt_logprobs": 2, "logprobs": 1}
+    server.tell(generate={"type": "Generate", "request_id": "p", "text": "abcdef", "params": params})
+    first: dict[int, list[Any]] = {0: [], 1: []}
+    ended = 0
+    while ended < 2:
+        message = server.wait_call("TextOutput")["message"]
+        ended += "reason" in message
+        if "text" in message:
+            first[message["index"]].append(message)
+    a = server.complete(prompt="a", max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"][0]
+    ids = [[token, token, token + 1] for token in range(a + 1, a + 6)]
+    values = [[-place, -place, -place - 0.5] for place in range(1, 6)]
+    for prompt, drawn, *_ in first.values():
+        assert (prompt["token_ids"], prompt["text"], prompt["logprobs"]) == ([], "", [1, ids, values])
+        token = drawn["token_ids"][0]
+        assert (drawn["logprobs"][0], drawn["logprobs"][1][0]) == (0, [token, token])
 
 
 def test_aborted_text_request(server: Server) -> None:

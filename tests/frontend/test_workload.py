@@ -102,7 +102,8 @@ def test_recorded_latencies(tmp_path: Path) -> None:
 
 def test_a_client_writes_what_gives_the_recorded_sampling() -> None:
     limits = ModelLimits(vocab_size=100, max_model_len=50, eos_token_ids=(2,))
-    for sampling in (SAMPLING, Sampling(seed=1, max_tokens=4, min_tokens=2, logit_bias={3: 1.5}, logprobs=2)):
+    asking = Sampling(seed=1, max_tokens=4, min_tokens=2, logit_bias={3: 1.5}, logprobs=2, prompt_logprobs=1)
+    for sampling in (SAMPLING, asking):
         assert sampling_for(params_of(sampling), 3, limits, sampling.seed) == sampling
 
 

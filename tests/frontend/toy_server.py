@@ -26,7 +26,7 @@ import numpy as np
 from bus import log
 from bus.config import Config
 from bus.core import Peer
-from bus.messages import ExecutorStatus, Generate, Load, Logprobs, RequestEnded, RequestStarted, Sampling
+from bus.messages import Delta, ExecutorStatus, Generate, Load, Logprobs, RequestEnded, RequestStarted, Sampling
 from bus.model_files import ModelSource
 from frontend.bridge import Bridge
 from frontend.params import ModelLimits
@@ -109,6 +109,7 @@ def _answer(call: AddCall) -> Iterator[Delivery]:
     if call.priority != NORMAL:
         tokens = tokens[:2]
     yield Delivery(call.request_id, memoryview(b""), None, RequestStarted(handle=1, cached_tokens=1), None)
+    yield from _of_prompt(call, prompt.tolist())
     for position, token in enumerate(tokens.tolist()):
         last = position == len(tokens) - 1 and call.priority == NORMAL
         reason = "length" if position + 1 == call.sampling.max_tokens else "stop"
@@ -117,6 +118,23 @@ def _answer(call: AddCall) -> Iterator[Delivery]:
     if call.priority == FAILS:
         ended = RequestEnded(handle=1, reason="error", code="unavailable", message="the toy has lost this")
         yield Delivery(call.request_id, memoryview(b""), None, None, ended)
+
+
+def _of_prompt(call: AddCall, prompt: list[int]) -> Iterator[Delivery]:
+    """Log-probabilities of a prompt, in parts: the value of a token is its place, and so on in halves."""
+    most = call.sampling.prompt_logprobs
+    for begin in range(1, len(prompt), 4) if most is not None else ():
+        tokens = prompt[begin : begin + 4]
+        values = [[-place - other / 2 for other in range(1 + most)] for place in range(begin, begin + len(tokens))]
+        found = Logprobs(
+            owner=1,
+            positions=len(tokens),
+            token_ids=_ints([token + other for token in tokens for other in range(1 + most)]),
+            values=memoryview(np.asarray(values, "<f4").tobytes()),
+            ranks=_ints([1] * len(tokens)),
+            prompt_position=begin,
+        )
+        yield Delivery(call.request_id, memoryview(b""), prompt_logprobs=found)
 
 
 def _letters(seed: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
@@ -141,6 +159,14 @@ def _ints(values: list[int]) -> memoryview:
     return memoryview(np.asarray(values, "<i4").tobytes())
 
 
+def _shown(logprobs: Logprobs | None) -> Any:
+    if logprobs is None:
+        return None
+    shape = (logprobs.positions, -1)
+    ids, values = np.frombuffer(logprobs.token_ids, "<i4"), np.frombuffer(logprobs.values, "<f4")
+    return logprobs.prompt_position, ids.reshape(shape).tolist(), values.reshape(shape).tolist()
+
+
 def _without_prompt(call: Any) -> Any:
     """The call as it is logged: arrays as lists."""
     if isinstance(call, AddCall):
@@ -148,9 +174,9 @@ def _without_prompt(call: Any) -> Any:
         return {**msgspec.structs.asdict(call), "prompt_token_ids": prompt}
     if isinstance(call, TextOutput):
         message = msgspec.structs.asdict(call.message)
-        if "token_ids" in message:
+        if isinstance(call.message, Delta):
             message["token_ids"] = np.frombuffer(message["token_ids"], "<i4").tolist()
-            message["logprobs"] = None
+            message["logprobs"] = _shown(call.message.logprobs)
         return {"message": message}
     return call
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from bus.messages import ContinueRow, NewRow, PartialSchedule, ResumeRow, Sampling
 from bus.wire import pack_ints, unpack_floats, unpack_ints
@@ -15,7 +16,7 @@ from executor.drafts import judge
 from executor.merge import Limits, Merger, Part, Refused
 from executor.rows import Rows
 from executor.split import split
-from executor.step import Drafts, MergedStep, SampledStep
+from executor.step import Drafts, MergedStep, PromptLogprobs, SampledStep
 
 RANKS, ROWS, MAX_LEN, BLOCK, VOCAB, BATCHED = 3, 4, 40, 8, 50, 30
 DRAFTS = 3
@@ -336,6 +337,10 @@ REFUSED = {
     "3 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=3)]),
     "-1 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=-1)]),
     "1 of 1 tokens cannot be output": partial(resumed=[RESUMED]),
+    "row 0: prompt_logprobs are only found of a row that is set up": partial(
+        new=[new_row()],
+        continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=replace_struct(SAMPLING, prompt_logprobs=1))],
+    ),
     "row 0 is continued but was never set up": partial(
         continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=SAMPLING)]
     ),
@@ -481,15 +486,28 @@ def test_logprobs_go_to_the_rank_and_row_they_are_of() -> None:
             2: [(np.array([6, 8], np.int32), np.array([-0.5, -1.5], np.float32), 1)],
             0: [(np.array([5], np.int32), np.array([-0.25], np.float32), 4)],
         },
+        prompt_logprobs=[
+            PromptLogprobs(
+                2,
+                4,
+                np.array([1, 2, 3, 4], np.int32),
+                np.array([-1, -2, -3, -4], np.float32),
+                np.array([7, 8], np.int32),
+            )
+        ],
     )
     first, second = split(parts, sampled, ROWS)
     assert (first.step, unpack_ints(first.tokens).tolist()) == (7, [5, -2])
     assert (second.step, unpack_ints(second.tokens).tolist()) == (9, [6])
     assert [(item.owner, item.positions) for item in first.logprobs] == [(3, 1)]
     assert unpack_ints(first.logprobs[0].ranks).tolist() == [4]
-    assert second.logprobs[0].owner == 2
-    assert unpack_ints(second.logprobs[0].token_ids).tolist() == [6, 8]
-    assert unpack_floats(second.logprobs[0].values).tolist() == [-0.5, -1.5]
+    prompt, drawn = second.logprobs
+    assert (prompt.owner, prompt.positions, prompt.prompt_position) == (2, 2, 4)
+    assert unpack_ints(prompt.token_ids).tolist() == [1, 2, 3, 4]
+    assert unpack_floats(prompt.values).tolist() == [-1, -2, -3, -4]
+    assert (drawn.owner, drawn.prompt_position) == (2, 0)
+    assert unpack_ints(drawn.token_ids).tolist() == [6, 8]
+    assert unpack_floats(drawn.values).tolist() == [-0.5, -1.5]
 
 
 @settings(max_examples=150, deadline=None)

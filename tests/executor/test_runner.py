@@ -47,9 +47,9 @@ FEATURES = [
     GREEDY,
     Sampling(seed=1, max_tokens=9, top_p=0.9, min_p=0.1, top_k=9),
     Sampling(seed=2, max_tokens=9, presence_penalty=1.0, min_tokens=5, eos_token_id=2),
-    Sampling(seed=3, max_tokens=9, logprobs=-1, logit_bias={5: 1.0}),
+    Sampling(seed=3, max_tokens=9, logprobs=-1, logit_bias={5: 1.0}, prompt_logprobs=2),
     Sampling(seed=4, max_tokens=9, logprobs=3, temperature=0.0, allowed_token_ids=[5, 6]),
-    Sampling(seed=5, max_tokens=9, bad_words_token_ids=[[5, 6], [7]]),
+    Sampling(seed=5, max_tokens=9, bad_words_token_ids=[[5, 6], [7]], prompt_logprobs=-1),
 ]
 
 

@@ -24,6 +24,7 @@ import zmq
 
 from bench.soak_sessions import Plan, run
 from bus.messages import GetPauseState, MakeStats, RequestCounts, TokenCount
+from bus.wire import unpack_floats
 from frontend.client import AsyncClient, Client, EngineError
 from tests.engine import ROOT, START_S, Engine
 
@@ -92,6 +93,46 @@ def client_of(engine: Engine, frontend: int) -> Client:
 def tokens(client: Client, prompt: list[int], count: int = 24, **options: Any) -> list[int]:
     options = {"text_output": False, "temperature": 0.0, "ignore_eos": True, "max_tokens": count, **options}
     return client.complete(prompt, **options)[0].token_ids
+
+
+def prompt_values(pieces: list[Any]) -> list[float]:
+    """Log-probabilities of a prompt's tokens, from its second on, which came before the first token."""
+    values: list[float] = []
+    for number, piece in enumerate(pieces):
+        found = piece.delta.logprobs if piece.delta is not None else None
+        if found is not None and found.prompt_position:
+            assert not any(before.token_ids for before in pieces[:number])
+            assert found.prompt_position == len(values) + 1
+            values += unpack_floats(found.values).reshape(found.positions, -1)[:, 0].tolist()
+    return values
+
+
+def test_prompts_have_log_probabilities_however_they_are_asked_for(engine: Engine) -> None:
+    """By tokens and by text, over both buses' ways and HTTP; in chunks, and with the whole prompt in the cache."""
+    text = "a prompt of more tokens than a step of this engine has, which is 64, in two chunks and some letters" * 2
+    asked = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 1}
+    body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0.0, "return_token_ids": True}
+    url = f"http://{engine.config.host}:{engine.port()}/v1/completions"
+    data = json.dumps(body | {"ignore_eos": True}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        (choice,) = json.load(response)["choices"]
+    none, *expected = choice["logprobs"]["token_logprobs"][:-2]
+    assert none is None
+    prompt = choice["prompt_token_ids"]
+    assert len(prompt) == len(expected) + 1 > engine.config.max_num_batched_tokens
+    offsets = choice["logprobs"]["text_offset"]
+    pairs = zip(choice["logprobs"]["tokens"][:-2], offsets, strict=False)
+    assert "".join(token for token, _ in pairs) == text
+    assert offsets[:3] == [0, 1, 2]
+    with client_of(engine, 0) as client:
+        for options in ({"text_output": False}, {}, {"rank": 1, "text_output": False}):
+            pieces = list(client.generate(prompt, **asked, **options))
+            assert prompt_values(pieces) == pytest.approx(expected, abs=2e-4)
+            given = [token for piece in pieces for token in piece.token_ids]
+            assert given == choice["token_ids"]
+        with pytest.raises(EngineError, match="not available in a session"):
+            list(client.session(prompt, **asked).first)
 
 
 class Streaming(threading.Thread):

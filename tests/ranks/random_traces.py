@@ -37,6 +37,7 @@ def draw_trace(seed: int) -> Trace:
     adds = [draw_add(draw, settings) for _ in range(NUM_REQUESTS)]
     if sessions:
         adds = [add._replace(session=draw.random() < 0.6, prompt=add.prompt[:10]) for add in adds]
+        adds = [add._replace(prompt_logprobs=None) if add.session else add for add in adds]
     places = sorted(draw.randrange(NUM_TURNS * 2 // 3) for _ in adds)
     turns = []
     added = 0

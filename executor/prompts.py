@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from executor import hosts, sampling
 from executor.network import Network, Output
@@ -25,8 +26,12 @@ class _Span(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Some of the tokens of spans, in order, which one call of the programs had `at` these shards and lines."""
+    """Some of the tokens of spans, which one call of the programs had `at` these shards and lines.
 
+    `numbers` [n] count the tokens of all spans, one after the other: a piece has some of each shard's.
+    """
+
+    numbers: npt.NDArray[np.intp]
     at: tuple[Int32, Int32]
     found: sampling.Logprobs
     logits: Float32 | None
@@ -108,16 +113,17 @@ class Prompts:
             if hosts.are_several():
                 found = run("gather logprobs", size, found)
                 logits = run("gather logits", size, logits) if wants_all else logits
-            pieces.append(_Piece(at, found, np.asarray(logits)[at] if wants_all else None))
+            pieces.append(_Piece(mine, at, found, np.asarray(logits)[at] if wants_all else None))
         return AskedPrompts(spans, pieces)
 
 
 def collect(asked: AskedPrompts) -> list[PromptLogprobs]:
     """Wait for what was asked for, and fetch it."""
+    order = np.argsort(np.concatenate([piece.numbers for piece in asked.pieces]))
     fetched = [sampling.Logprobs(*(np.asarray(array)[piece.at] for array in piece.found)) for piece in asked.pieces]
-    found = sampling.Logprobs(*map(np.concatenate, zip(*fetched, strict=True)))
+    found = sampling.Logprobs(*(np.concatenate(arrays)[order] for arrays in zip(*fetched, strict=True)))
     kept = [piece.logits for piece in asked.pieces if piece.logits is not None]
-    logits = np.concatenate(kept) if kept else None
+    logits = np.concatenate(kept)[order] if kept else None
     collected, end = [], 0
     for span in asked.spans:
         begin, end = end, end + span.tokens.size

@@ -5,19 +5,22 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import zmq
 
 from bus.config import EX_CONFIG
 from bus.messages import Goodbye, Sampling
+from bus.wire import unpack_floats
 from tests.engine import Engine
 from tests.process.wire_rank import WireRank
 
 START_S = 110.0
 SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 129, "max_model_len": 256}
-DRAWN = Sampling(seed=7, max_tokens=99, temperature=0.8, top_p=0.9, logprobs=2)
+DRAWN = Sampling(seed=7, max_tokens=99, temperature=0.8, top_p=0.9, logprobs=2, prompt_logprobs=2)
+ASKING = Sampling(seed=0, max_tokens=99, temperature=0.0, prompt_logprobs=40)
+"""More than are found on the devices."""
 BOTH = ("executor-0", "executor-1")
 
 pytestmark = pytest.mark.timeout(240)  # each starts processes that compile, the first time
@@ -40,17 +43,31 @@ def rank(engine: Engine, index: int) -> WireRank:
     return WireRank(engine.config, index, next(incarnations))
 
 
-def play(engine: Engine) -> list[list[int]]:
+class Played(NamedTuple):
+    """What two ranks have drawn, and the log-probabilities that they have heard of their prompts."""
+
+    tokens: list[list[int]]
+    values: list[float]
+
+    def check(self, expected: "Played") -> None:
+        assert self.tokens == expected.tokens
+        assert len(self.values) == 20 * 41 + 4 * 3
+        assert self.values == pytest.approx(expected.values, abs=1e-4)
+
+
+def play(engine: Engine) -> Played:
     """What two ranks draw, side by side: prompts in chunks, greedy rows and others, two steps in flight."""
     with rank(engine, 0) as first, rank(engine, 1) as second:
         first.meet(), second.meet()
-        first.schedule({0: 16}, new=[first.new_row(0, list(range(20, 41)))])
+        first.schedule({0: 16}, new=[first.new_row(0, list(range(20, 41)), ASKING)])
         second.schedule({0: 5}, new=[second.new_row(0, [9, 8, 7, 6, 5], DRAWN)])
         first.schedule({0: 5})
         assert first.result() == [-1]
         drawn = first.result(), second.result()
         # 30 steps go over the border of a block: what is told of a table changes
-        return [begun + peer.decode([0], 30)[0] for begun, peer in zip(drawn, (first, second), strict=True)]
+        tokens = [begun + peer.decode([0], 30)[0] for begun, peer in zip(drawn, (first, second), strict=True)]
+        told = [*first.prompt_logprobs, *second.prompt_logprobs]
+        return Played(tokens, [value for found in told for value in unpack_floats(found.values).tolist()])
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +78,7 @@ def pair(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, engine_cache: Path) -> Iterator[list[list[int]]]:
+def alone(tiny_model: Path, engine_cache: Path) -> Iterator[Played]:
     """What one process draws."""
     with engine_of(tiny_model, engine_cache, 1) as engine:
         engine.start("executor-0")
@@ -69,13 +86,13 @@ def alone(tiny_model: Path, engine_cache: Path) -> Iterator[list[list[int]]]:
         yield play(engine)
 
 
-def test_two_processes_draw_what_one_draws(pair: Engine, alone: list[list[int]]) -> None:
+def test_two_processes_draw_what_one_draws(pair: Engine, alone: Played) -> None:
     pair["executor-0"].wait_for_log("all executors are ready", START_S)
-    assert play(pair) == alone
+    play(pair).check(alone)
 
 
 def test_two_processes_that_share_each_weight_and_meet_over_tcp_draw_what_one_draws(
-    tiny_model: Path, engine_cache: Path, tmp_path: Path, alone: list[list[int]]
+    tiny_model: Path, engine_cache: Path, tmp_path: Path, alone: Played
 ) -> None:
     key = tmp_path / "key"
     key.write_bytes(zmq.curve_keypair()[1])
@@ -83,10 +100,10 @@ def test_two_processes_that_share_each_weight_and_meet_over_tcp_draw_what_one_dr
     with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2, **over_tcp) as engine:
         engine.start(*BOTH)
         engine["executor-0"].wait_for_log("all executors are ready", START_S)
-        assert play(engine) == alone
+        play(engine).check(alone)
 
 
-def test_when_a_follower_is_killed_all_end_and_come_back_as_one(pair: Engine, alone: list[list[int]]) -> None:
+def test_when_a_follower_is_killed_all_end_and_come_back_as_one(pair: Engine, alone: Played) -> None:
     pair["executor-0"].wait_for_log("all executors are ready", START_S)
     with rank(pair, 0) as peer:
         peer.meet()
@@ -97,4 +114,4 @@ def test_when_a_follower_is_killed_all_end_and_come_back_as_one(pair: Engine, al
     assert pair.stop("executor-0")["executor-0"] not in (0, EX_CONFIG)  # supervisord starts it again
     pair.start(*BOTH)
     pair["executor-0"].wait_for_log("all executors are ready", START_S)
-    assert play(pair) == alone
+    play(pair).check(alone)

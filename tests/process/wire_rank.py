@@ -17,6 +17,7 @@ from bus.messages import (
     Heartbeat,
     Hello,
     KvPool,
+    Logprobs,
     Message,
     NewRow,
     PartialSchedule,
@@ -35,6 +36,8 @@ class WireRank:
     """One start of a rank. Row r of it has the blocks r × `blocks_per_row` and on; use it in a `with` block."""
 
     def __init__(self, config: Config, index: int, incarnation: int, blocks_per_row: int = 16) -> None:
+        self.prompt_logprobs: list[Logprobs] = []
+        """Of all results so far."""
         self._codec = Codec(EXECUTOR_TO_RANK, config.max_message_bytes)
         self._index = index
         self._incarnation = incarnation
@@ -126,6 +129,7 @@ class WireRank:
         """The tokens of the next step result, which must be what comes next."""
         message = self.receive()
         assert isinstance(message, StepResult), message
+        self.prompt_logprobs += [found for found in message.logprobs if found.prompt_position]
         return [int(token) for token in unpack_ints(message.tokens)]
 
     def decode(self, rows: Sequence[int], steps: int) -> dict[int, list[int]]:

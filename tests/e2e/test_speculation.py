@@ -39,9 +39,12 @@ def test_tokens_are_those_without(engine: Engine, speculating: Engine, embedded_
             return await answers(client, asked)
 
     assert asyncio.run(ask(speculating)) == asyncio.run(ask(engine))
-    told = metrics(speculating, "rankbus_rank_scheduler_accepted_tokens_total")
-    assert len(told) == 2, "both ranks had drafts"
-    assert min(told.values()) > 0
+
+    def both_had_drafts() -> bool:
+        told = metrics(speculating, "rankbus_rank_scheduler_accepted_tokens_total")
+        return len(told) == 2 and min(told.values()) > 0
+
+    speculating.wait_until(both_had_drafts, "both ranks had drafts", 10)
 
 
 def test_text_and_log_probabilities_are_those_without(engine: Engine, speculating: Engine) -> None:

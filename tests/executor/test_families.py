@@ -104,8 +104,8 @@ def test_weights_of_8_bits_are_the_same_on_a_mesh(
     family: str, found: Any, folders: dict[str, Path], engine_cache: Path
 ) -> None:
     driver = Driver(folders[family], engine_cache, **on_mesh.SETTINGS, quantization="int8")
-    [(_, alone)] = on_mesh.logits(driver)
-    np.testing.assert_allclose(found[f"{family}/{INT8[family]}+int8/logits"], alone, atol=1e-4)
+    for name, alone in on_mesh.logits(driver):
+        np.testing.assert_allclose(found[f"{family}/{INT8[family]}+int8/{name}"], alone, atol=1e-4, err_msg=name)
 
 
 # Which devices

@@ -315,6 +315,8 @@ def test_top_shows_a_live_engine_and_its_keys_reach_the_ranks(engine: Engine) ->
     own, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
     environment = os.environ | {"TERM": "xterm", "RANKBUS_RUN_DIR": str(engine.config.run_path)}
+    for name in ("COLUMNS", "LINES"):  # they would say what the terminal has
+        environment.pop(name, None)
     command = [sys.executable, "-m", "frontend.cli", "top", "--port", str(engine.config.port)]
     top = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)

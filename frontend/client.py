@@ -327,9 +327,10 @@ class Client:
         It goes on when the connection is lost for a while. Leaving its `with` block closes it, and waits for its end.
         """
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        stream = self._conversation.open(prompt, request_id, options, params)
+        # Made before anything is sent: the answer may be that there is no session, and then there is no first turn.
+        session = Session(self, self._conversation.open(prompt, request_id, options, params))
         self._pump(0)
-        return Session(self, stream)
+        return session
 
     def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """Run a request to its end; one completion per child. Options and errors as in `generate`."""
@@ -438,9 +439,9 @@ class AsyncClient:
     ) -> AsyncSession:
         """As `Client.session`."""
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        stream = self._conversation.open(prompt, request_id, options, params)
+        session = AsyncSession(self, self._conversation.open(prompt, request_id, options, params))
         await self._flush()
-        return AsyncSession(self, stream)
+        return session
 
     async def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """As `Client.complete`."""

@@ -131,8 +131,20 @@ def test_prompts_have_log_probabilities_however_they_are_asked_for(engine: Engin
             assert prompt_values(pieces) == pytest.approx(expected, abs=2e-4)
             given = [token for piece in pieces for token in piece.token_ids]
             assert given == choice["token_ids"]
-        with pytest.raises(EngineError, match="not available in a session"):
+    for kind in (Client, Late):
+        refused = pytest.raises(EngineError, match="not available in a session")
+        with kind(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client, refused:
             list(client.session(prompt, **asked).first)
+
+
+class Late(Client):
+    """Goes on after it has opened a session when it has heard that there is none."""
+
+    def _pump(self, timeout_s: float) -> bool:
+        arrived = super()._pump(timeout_s)
+        while timeout_s == 0 and not all(stream.over for stream in self._conversation.sessions.values()):
+            super()._pump(DEADLINE_S)
+        return arrived
 
 
 class Streaming(threading.Thread):

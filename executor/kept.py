@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from bus.log import get_logger
@@ -25,6 +26,14 @@ class Kept:
         self._place = (
             f"{jax.__version__}|{device.client.platform_version}|{jax.process_index()}|{jax.devices()}|{cpu()}"
         )
+
+    @classmethod
+    def instead_of_jax(cls) -> "Kept":
+        """Where JAX's own cache is, and in its place: a program that came from there cannot be written once more."""
+        folder = Path(jax.config.jax_compilation_cache_dir)
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        return cls(folder)
 
     def compiled(self, lowered: Any, options: Mapping[str, str] | None) -> tuple[Any, bool]:
         """The compiled program of a lowered one, and whether it had to be compiled, with `options` for the compiler."""

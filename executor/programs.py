@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -62,7 +61,7 @@ class Programs:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._spans_processes = hosts.are_several()
-        self._kept = Kept(Path(jax.config.jax_compilation_cache_dir)) if hosts.is_follower() else None
+        self._kept = Kept.instead_of_jax() if hosts.is_follower() else None
         self._functions: dict[Key, Any] = {}
         self._options: dict[Key, Options] = {}
         self._traced: dict[Key, Any] = {}

@@ -93,12 +93,16 @@ class _Steady:
     places: Int32
 
 
+def _firsts(parts: list[Part]) -> list[int]:
+    """Where the rows of each part begin in the step that is made of them."""
+    return [0, *accumulate(part.rows.size for part in parts[:-1])]
+
+
 def _put_together(parts: list[Part]) -> Masks:
     """The masks of parts, by place in the step that is made of them."""
     if not any(part.masks.at.size for part in parts):
         return NO_MASKS
-    first = [0, *accumulate(part.rows.size for part in parts[:-1])]
-    masked = [(begin, part.masks) for begin, part in zip(first, parts, strict=True) if part.masks.at.size]
+    masked = [(begin, part.masks) for begin, part in zip(_firsts(parts), parts, strict=True) if part.masks.at.size]
     return Masks(
         np.concatenate([masks.at + np.int32(begin) for begin, masks in masked]),
         np.concatenate([masks.words for _, masks in masked]),
@@ -128,16 +132,13 @@ class Merger:
 
     def judged(self, parts: list[Part], counts: Int32) -> None:
         """A step with drafts, merged from `parts`, has come back with `counts` tokens of each of its sequences."""
-        first = 0
-        for part in parts:
-            mine = counts[first : first + part.rows.size]
-            first += part.rows.size
+        for first, part in zip(_firsts(parts), parts, strict=True):
             if part.drafts is not None:
                 for place in np.flatnonzero(part.drafts.counts).tolist():
                     row = int(part.rows[place])
                     if self._drafting.get(row) is part:
                         del self._drafting[row]
-                        self._rows.accept(row, int(mine[place]) - 1)
+                        self._rows.accept(row, int(counts[first + place]) - 1)
 
     def apply(self, rank: int, schedule: PartialSchedule) -> Part:
         """Check a rank's next schedule and bring its rows up to date with it.
@@ -222,11 +223,10 @@ class Merger:
     def _begin_steady(self, parts: list[Part], step: MergedStep, ends: Int32) -> None:
         places = np.full(self._rows.lengths.size, -1, np.int32)
         places[step.rows] = np.arange(step.rows.size)
-        first = [0, *accumulate(part.rows.size for part in parts[:-1])]
         if len(self._steady) >= _MOST_STEADY:
             self._steady.clear()
         ranks = tuple(part.rank for part in parts)
-        self._steady[ranks] = _Steady(parts, step, first, ends, int(ends.max()), self._room(step.rows), places)
+        self._steady[ranks] = _Steady(parts, step, _firsts(parts), ends, int(ends.max()), self._room(step.rows), places)
 
     def _blocks_begun(self, steady: _Steady, ranks: list[int], schedules: list[PartialSchedule]) -> "_Begun | None":
         """The blocks that the rows begin in this step; None if they are not at most one for each of the rows."""

@@ -241,9 +241,9 @@ class Runner:
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))
             self._prompts.set_up(setup)
-        there = step.drafts is not None and step.drafts.tokens.size > 0
-        drafts = self._placement.draft_entries(step, step.drafts) if step.drafts is not None and there else None
-        for piece in self._placement.setup_pieces(step.setups, drafts) if step.setups or there else ():
+        tried = step.drafts if step.drafts is not None and step.drafts.tokens.size else None
+        drafts = None if tried is None else self._placement.draft_entries(step, tried)
+        for piece in self._placement.setup_pieces(step.setups, drafts) if step.setups or tried is not None else ():
             arguments = (self._history, self._params, *piece)
             self._history, self._params = self._steps.programs.run("set up", SETUP_TOKENS, *arguments)
 

@@ -312,8 +312,7 @@ class News:
         if entry.owner is None:
             self._deliver(entry, prompt_logprobs=logprobs)
         else:
-            own = structs.replace(logprobs, owner=entry.index)
-            self._prompts.append(Send(entry.owner, Delta(request_id=entry.request_id, index=entry.index, logprobs=own)))
+            self._prompts.append(Send(entry.owner, _delta(entry, EMPTY, logprobs)))
 
     def add(self, entry: Entry, tokens: Ints, logprobs: Logprobs | None) -> None:
         if not entry.wanted:
@@ -326,9 +325,7 @@ class News:
                 batch = self._batches[entry.owner] = _Batch()
             batch.add(entry, tokens)
         else:
-            own = structs.replace(logprobs, owner=entry.index)
-            delta = Delta(request_id=entry.request_id, index=entry.index, token_ids=tokens, logprobs=own)
-            self._messages.append(Send(entry.owner, delta))
+            self._messages.append(Send(entry.owner, _delta(entry, tokens, logprobs)))
 
     def end(self, entry: Entry, ended: RequestEnded) -> None:
         if not entry.wanted:
@@ -357,6 +354,11 @@ class News:
         if delivery is None:
             delivery = Delivery(entry.request_id, EMPTY, None, None, None)
         self._deliveries[entry.handle] = structs.replace(delivery, **fields)
+
+
+def _delta(entry: Entry, tokens: Ints, logprobs: Logprobs) -> Delta:
+    own = structs.replace(logprobs, owner=entry.index)
+    return Delta(request_id=entry.request_id, index=entry.index, token_ids=tokens, logprobs=own)
 
 
 def _finished(entry: Entry, ended: RequestEnded) -> Finished:

@@ -168,6 +168,25 @@ def make_native(config: Config, pool: KvPool, counters: Counters) -> NativeSched
     return NativeScheduler(config, msgspec.structs.replace(pool, num_blocks=pool.num_blocks - 1), counters)
 
 
+def play(trace: Trace, seed: int) -> None:
+    """Run a trace; whoever reads of its failure can make it again."""
+    try:
+        trace.run(num_requests=12)
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
+def note(trace: Trace, seen: dict[str, int]) -> None:
+    """Count what has happened in a trace."""
+    totals = trace.counters.snapshot()
+    seen["preempted"] += totals.get("scheduler_preemptions", 0) > 0
+    seen["hit"] += totals["scheduler_cached_prompt_tokens"] > 0
+    seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
+    seen["aborted"] += trace.aborted > 0
+    seen["resumed"] += trace.executor.resumed > 0
+
+
 @pytest.mark.timeout(180)
 def test_random_traces_with_grammars(make_scheduler: Callable[..., Any], toy_model: Path) -> None:
     play_with_grammars(range(1000, 1040), lambda seed: Trace(make_scheduler, seed, vocabulary=toy_model))
@@ -184,11 +203,7 @@ def test_random_traces_with_grammars_and_drafts(toy_model: Path) -> None:
 def play_with_grammars(seeds: range, make: Callable[[int], Trace]) -> list[Trace]:
     traces = [make(seed) for seed in seeds]
     for seed, trace in zip(seeds, traces, strict=True):
-        try:
-            trace.run(num_requests=12)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
+        play(trace, seed)
     assert sum(trace.counters.snapshot().get("scheduler_preemptions", 0) > 0 for trace in traces) >= 8
     assert sum(trace.aborted > 0 for trace in traces) >= 8
     assert sum(trace.executor.resumed > 0 for trace in traces) >= 8
@@ -201,17 +216,8 @@ def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
     seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0}
     for seed in range(60):
         trace = Trace(make_scheduler, seed)
-        try:
-            trace.run(num_requests=12)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-        totals = trace.counters.snapshot()
-        seen["preempted"] += totals.get("scheduler_preemptions", 0) > 0
-        seen["hit"] += totals["scheduler_cached_prompt_tokens"] > 0
-        seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
-        seen["aborted"] += trace.aborted > 0
-        seen["resumed"] += trace.executor.resumed > 0
+        play(trace, seed)
+        note(trace, seen)
     assert min(seen.values()) >= 12, seen
 
 
@@ -225,18 +231,10 @@ def test_random_traces_with_drafts(source: str) -> None:
         trace = Trace(
             make_native, seed, next_repeating, speculation=source, num_speculative_tokens=most, prompt_lookup_min=1
         )
-        try:
-            trace.run(num_requests=12)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
+        play(trace, seed)
         totals = trace.counters.snapshot()
         assert totals["scheduler_draft_tokens"] >= totals["scheduler_accepted_tokens"]
-        seen["preempted"] += totals.get("scheduler_preemptions", 0) > 0
-        seen["hit"] += totals["scheduler_cached_prompt_tokens"] > 0
-        seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
-        seen["aborted"] += trace.aborted > 0
-        seen["resumed"] += trace.executor.resumed > 0
+        note(trace, seen)
         seen["accepted"] += trace.executor.accepted > 0
         seen["rejected"] += trace.executor.rejected > 0
     assert min(seen.values()) >= 12, seen

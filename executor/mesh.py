@@ -4,6 +4,7 @@ Programs run on it under `shard_map`: each device works on its part of every arr
 down where it happens.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -64,7 +65,18 @@ def shape(config: Config, devices: int) -> tuple[int, int]:
 
 def of(devices: Sequence[jax.Device], data: int, model: int) -> Mesh:
     """A mesh of exactly these devices, laid out so that neighbours on the model axis are near each other."""
-    return Mesh(mesh_utils.create_device_mesh((data, model), devices), (DATA, MODEL))
+    if _fill_a_box(devices):
+        # A shard may be a part of a row of chips: 8 shards of 2 devices each on 4 × 4 chips.
+        grid = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
+    else:
+        grid = np.array(devices).reshape(data, model)
+    return Mesh(grid, (DATA, MODEL))
+
+
+def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
+    """Whether these are all chips of a box of chips, for which alone JAX knows a layout; true of what has no place."""
+    places = np.array([getattr(device, "coords", (index,)) for index, device in enumerate(devices)])
+    return len(devices) == math.prod((places.max(axis=0) + 1).tolist())
 
 
 def sharded(mesh: Mesh, specs: Any) -> Any:

@@ -1,6 +1,7 @@
 """A small model's steps, compiled by the TPU's compiler for a TPU that is not there."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec import structs
 from bus import model_files
 from bus.config import Config, ConfigError
 from executor import aot, hlo, plan
+from executor import mesh as meshes
 from executor.aot import Target
 from executor.programs import Key
 from tests.models import write_folder
@@ -157,3 +159,16 @@ def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> 
     assert plan.main(["--model", "x"]) == 2
     assert plan.main(["--help"]) == 0
     assert "--topology v6e:2x2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x4", "v5e:4x4"])
+def test_every_mesh_that_fits_a_slice_is_laid_out_on_it(topology: str) -> None:
+    devices = aot.devices_of(topology)
+    for data, model in product(range(1, len(devices) + 1), repeat=2):
+        if data * model <= len(devices):
+            used = devices[: data * model]
+            laid_out = meshes.of(used, data, model).devices
+            assert laid_out.shape == (data, model)
+            assert sorted(device.id for device in laid_out.flat) == sorted(device.id for device in used)
+    for one, other in meshes.of(devices, len(devices) // 2, 2).devices:
+        assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1, "a shard's chips are apart"

@@ -20,14 +20,11 @@ from bus.messages import Sampling
 from executor import constraints, sampling
 from executor.constraints import UNCONSTRAINED, Constraints, Line
 from executor.sampling import RowParams
+from tests.executor.definition import CHANCE, SAMPLERS, chi_square, plain_adjust, probabilities, sampling_of
 from tests.executor.driving import Driver
 
 VOCABULARY = 259
 RANDOM = np.random.default_rng
-
-
-def sampling_of(**parameters: Any) -> Sampling:
-    return Sampling(**{"seed": 0, "max_tokens": 100} | parameters)
 
 
 class Rows:
@@ -68,28 +65,6 @@ def words_of(tokens: list[int], vocabulary: int) -> np.ndarray:
     for token in tokens:
         words[token // 32] |= np.uint32(1 << token % 32)
     return words
-
-
-def plain_adjust(logits: np.ndarray, tokens: list[int], prompt_len: int, asked: Sampling) -> np.ndarray:
-    """The definition, one token at a time."""
-    output = tokens[prompt_len:]
-    result = logits.astype(np.float64)
-    for token in range(len(result)):
-        if asked.allowed_token_ids is not None and token not in asked.allowed_token_ids:
-            result[token] = -np.inf
-        for word in asked.bad_words_token_ids or []:
-            prefix = word[:-1]
-            if word[-1] == token and (not prefix or output[-len(prefix) :] == prefix):
-                result[token] = -np.inf
-        if len(output) < asked.min_tokens and token in [asked.eos_token_id, *asked.stop_token_ids]:
-            result[token] = -np.inf
-        result[token] += (asked.logit_bias or {}).get(token, 0.0)
-        if token in tokens:
-            penalty = asked.repetition_penalty
-            result[token] = result[token] / penalty if result[token] > 0 else result[token] * penalty
-        result[token] -= asked.frequency_penalty * output.count(token)
-        result[token] -= asked.presence_penalty * (token in output)
-    return result
 
 
 def random_row(random: np.random.Generator) -> tuple[list[int], int, Sampling]:
@@ -196,15 +171,6 @@ def test_lines_are_filtered_each_by_its_own() -> None:
     assert kept.sum(axis=1).tolist() == [8, 3, 3, 2]
 
 
-# 0.1% points of the chi-square distribution, by degrees of freedom
-CHI_SQUARE = {3: 16.27, 15: 37.70, 19: 43.82}
-
-
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    expected = probabilities / probabilities.sum() * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
 def draws(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **parameters: Any) -> np.ndarray:
     """A token for each pair of seed and position, all from the same `logits`."""
     packed = sampling.pack([(sampling_of(**parameters | {"seed": int(seed)}), 0) for seed in seeds])
@@ -226,22 +192,26 @@ def test_draws_follow_the_distribution(over: str) -> None:
             tokens = draws(logits, numbers, np.full(count, 17), temperature=0.7)
         case _:
             tokens = draws(logits, (numbers.astype(object) << 40) - 2**62, np.full(count, 17), temperature=0.7)
-    assert chi_square(np.bincount(tokens, minlength=20), np.exp(logits / 0.7)) < CHI_SQUARE[19]
+    assert chi_square(np.bincount(tokens, minlength=20), np.exp(logits / 0.7)) < CHANCE
 
 
-def test_filtered_draws_follow_what_is_left_of_the_distribution() -> None:
-    logits = np.arange(8) / 2
-    tokens = draws(logits, np.full(20000, 1), np.arange(20000), top_k=4)
-    counts = np.bincount(tokens, minlength=8)
-    assert counts[:4].sum() == 0
-    assert chi_square(counts[4:], np.exp(logits[4:])) < CHI_SQUARE[3]
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_draws_of_each_sampler_follow_its_distribution(sampler: str) -> None:
+    numbers, random = np.arange(20000), RANDOM(11)
+    asked = sampling_of(**SAMPLERS[sampler])
+    logits = random.normal(0, 1.5, (1, 32)).astype(np.float32)
+    tokens = [*random.integers(0, 32, 12).tolist(), 6, 9]
+    adjusted = Rows((tokens, 6, asked)).adjust(logits)
+    drawn = draws(adjusted[0], numbers // 100, numbers % 100, **SAMPLERS[sampler])
+    expected = probabilities(plain_adjust(logits[0], tokens, 6, asked)[None], asked)[0]
+    assert chi_square(np.bincount(drawn, minlength=32), expected) < CHANCE
 
 
 def test_draws_at_successive_positions_and_seeds_are_independent() -> None:
     for seeds, positions in ((np.full(20001, 5), np.arange(20001)), (np.arange(20001), np.full(20001, 5))):
         tokens = draws(np.zeros(4), seeds, positions)
         pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
-        assert chi_square(pairs, np.ones(16)) < CHI_SQUARE[15]
+        assert chi_square(pairs, np.ones(16)) < CHANCE
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:

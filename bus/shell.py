@@ -130,8 +130,8 @@ class Shell:
 
     def run(self) -> str:
         """Feed the core until `stop` or a `Stop` effect; say Goodbye, close the sockets, return the reason."""
-        # What a process has made up to here it keeps. A request makes hundreds of objects and no cycle, so Python's search
-        # for garbage, by default after every 700, would find nothing but take a tenth of the time under load.
+        # What a process has made up to here it keeps. A request makes hundreds of objects and no cycle, so Python's
+        # search for garbage, by default after every 700, would find nothing but take a tenth of the time under load.
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS)
         try:

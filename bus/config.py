@@ -109,6 +109,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_lookup_max: Positive = 4
     """So many are looked at: where more of them agree is preferred."""
 
+    # LoRA adapters
+    max_loras: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Adapters that may be loaded at once; all of them may be in one step. 0 is none, and costs nothing."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Largest rank of an adapter; each takes memory for so much."""
+    lora_modules: str = ""
+    """Adapters that are loaded at start: NAME=FOLDER, with commas between."""
+
     # Chat (HTTP)
     tool_call_parser: str = ""
     """Which of vLLM's parsers finds tool calls in answers, as its option of this name; with one, the model may choose
@@ -173,6 +181,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def journal_path(self) -> Path:
         return Path(self.journal_dir).expanduser().absolute() if self.journal_dir else self.run_path / "journal"
+
+    @property
+    def first_adapters(self) -> dict[str, str]:
+        """The folders of the adapters in `lora_modules`, by name."""
+        pairs = [item.partition("=") for item in self.lora_modules.split(",") if item.strip()]
+        return {name.strip(): path.strip() for name, _, path in pairs}
 
     @property
     def most_drafts(self) -> int:
@@ -265,11 +279,25 @@ def load(
         )
     if config.speculation != "off" and config.scheduler != "native":
         raise ConfigError(f"speculation: {config.speculation!r} is not allowed with scheduler vllm; it must be 'off'")
+    _check_adapters(config)
     if config.otlp_traces_endpoint and not config.log_stats:
         raise ConfigError("otlp_traces_endpoint: traces are made of statistics, so log_stats must be true")
     if config.port + config.frontends - 1 > 65535:
         raise ConfigError(f"port: {config.port} + {config.frontends} frontends goes past 65535")
     return config
+
+
+def _check_adapters(config: Config) -> None:
+    """Refuse adapters for the start that cannot be loaded."""
+    first = config.first_adapters
+    items = [item for item in config.lora_modules.split(",") if item.strip()]
+    if not all(name and path for name, path in first.items()) or len(first) < len(items):
+        raise ConfigError(
+            f"lora_modules: {config.lora_modules!r} is not allowed; it must be NAME=FOLDER, with commas between, and "
+            "no name twice"
+        )
+    if len(first) > config.max_loras:
+        raise ConfigError(f"lora_modules: {len(first)} adapters are not allowed; max_loras is {config.max_loras}")
 
 
 def _check_hosts(config: Config) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from bus.messages import (
+    Adapter,
     Command,
     ComputedBlocks,
     Drain,
@@ -13,6 +14,8 @@ from bus.messages import (
     GetPauseState,
     GrammarBitmask,
     HasFinishedRequests,
+    ListAdapters,
+    LoadAdapter,
     MakeStats,
     MinRemainingOutput,
     PauseState,
@@ -26,6 +29,7 @@ from bus.messages import (
     Shutdown,
     TokenCount,
     UnfinishedRequests,
+    UnloadAdapter,
     UpdateDraftTokens,
     UpdateFromOutput,
 )
@@ -52,6 +56,12 @@ def _sums(answers: Answers) -> list[int]:
 
 def _any(answers: Answers) -> bool:
     return any(value for _, value in answers)
+
+
+def _only(answers: Answers) -> Any:
+    """Of commands that one process answers."""
+    ((_, value),) = answers
+    return value
 
 
 def _all(answers: Answers) -> bool:
@@ -146,6 +156,9 @@ RULES: dict[type[Command], tuple[Any, Callable[[Answers], Any]]] = {
     Resume: (PauseState, _same),
     GetPauseState: (PauseState, _same),
     Drain: (bool, _all),
+    LoadAdapter: (str, _only),
+    UnloadAdapter: (bool, _only),
+    ListAdapters: (list[Adapter], _only),
     Shutdown: (bool, _all),
 }
 """What type each rank's answer must have, and how the answers become one."""

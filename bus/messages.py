@@ -253,10 +253,14 @@ class PendingPrefillTokens(Command, frozen=True, kw_only=True):
 
 
 class ComputedBlocks(Command, frozen=True, kw_only=True):
-    """How many tokens of a prompt a rank's prefix cache holds. Value: one per rank."""
+    """How many tokens of a prompt a rank's prefix cache holds. Value: one per rank.
+
+    `adapter` is the name of an adapter, and to ranks its identity.
+    """
 
     prompt_token_ids: list[int]
     cache_salt: str = ""
+    adapter: str = ""
 
 
 class MinRemainingOutput(Command, frozen=True, kw_only=True):
@@ -335,6 +339,33 @@ class Drain(Command, frozen=True, kw_only=True):
     rank: int | None = None
 
 
+class LoadAdapter(Command, frozen=True, kw_only=True):
+    """Load the LoRA adapter in the folder `path`, which the executor's hosts have, to be called `name`.
+
+    With `replace` it may have the name of one that is loaded: new requests have the new one, and those that run keep
+    the old one until they end. Value: the adapter's identity, once requests may have it.
+    """
+
+    name: str
+    path: str
+    replace: bool = False
+
+
+class UnloadAdapter(Command, frozen=True, kw_only=True):
+    """Unload an adapter: new requests that name it are refused from now on. Value: True, once none is left that has it.
+
+    Those that run, and sessions, go on to their ends. Where that takes longer than the deadline, the answer is an
+    error, and the adapter is unloaded later all the same. Without `wait` the answer comes at once.
+    """
+
+    name: str
+    wait: bool = True
+
+
+class ListAdapters(Command, frozen=True, kw_only=True):
+    """Value: the adapters that requests may name, each as a map with the fields of `Adapter`."""
+
+
 class Shutdown(Command, frozen=True, kw_only=True):
     """End all processes in an orderly way: ranks, executor, then the frontend that was asked. Value: True."""
 
@@ -359,6 +390,9 @@ AnyCommand = (
     | Resume
     | GetPauseState
     | Drain
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
     | Shutdown
 )
 
@@ -393,7 +427,7 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
 
     `request_id` is unique among the client's unfinished requests. `text_output` false leaves detokenisation out
     (only with `prompt_token_ids`, and without stop strings). `rank` pins the request to a rank. `resumable` opens a
-    session; the prompt is its first turn, and may be empty.
+    session; the prompt is its first turn, and may be empty. `adapter` is the name of a LoRA adapter; empty is none.
     """
 
     request_id: str
@@ -407,6 +441,7 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
     rank: int | None = None
     resumable: bool = False
     mm_features: list[MultimodalFeature] = []
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt_token_ids, memoryview):
@@ -546,6 +581,7 @@ class AddRequest(Message, frozen=True, kw_only=True):
     `block_hashes` is the chain over the full prompt blocks (see `bus.prefix`), 16 bytes each.
     `output_token_ids` are tokens already sent to the client: output that is continued, not prompt.
     `resumable` opens a session, or takes up one that was lost in its turn `turn`: the prompt is then all its context.
+    `adapter` is the identity of its LoRA adapter (see `Adapter`); empty is none.
     """
 
     handle: int
@@ -561,6 +597,7 @@ class AddRequest(Message, frozen=True, kw_only=True):
     resumable: bool = False
     turn: int = 1
     mm_features: list[MultimodalFeature] = []
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         _check_words(prompt_token_ids=self.prompt_token_ids, output_token_ids=self.output_token_ids)
@@ -710,18 +747,44 @@ class KvEvents(Message, frozen=True, kw_only=True):
 # Command bus: executor → frontend
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A LoRA adapter that is loaded: what requests call it, and the folder that it came from.
+
+    `identity` stands for the name and all that is in the files: it is the adapter's name between processes, and a part
+    of the names of its KV blocks, so that another adapter of the same name is another one.
+    """
+
+    name: str
+    path: str
+    identity: str
+
+
 class ExecutorStatus(Message, frozen=True, kw_only=True):
-    """What the executor serves and how it does. `counters` are totals since its start."""
+    """What the executor serves and how it does. `counters` are totals since its start.
+
+    `adapters` are those that requests may name.
+    """
 
     model: str
     max_model_len: int
     num_blocks: int
     block_size: int
     counters: dict[str, float] = {}
+    adapters: list[Adapter] = []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Step bus: executor → rank
+
+
+class Adapters(Message, frozen=True, kw_only=True):
+    """The adapters that rows may have from now on, by their identities; answered by `AdaptersHeld` with its `number`.
+
+    Sent before `KvPool`, and whenever there are others.
+    """
+
+    number: int
+    identities: list[str] = []
 
 
 class KvPool(Message, frozen=True, kw_only=True):
@@ -755,8 +818,21 @@ class StepResult(Message, frozen=True, kw_only=True):
 # Step bus: rank → executor
 
 
+class AdaptersHeld(Message, frozen=True, kw_only=True):
+    """The rank takes no request with another adapter than the last `Adapters`, with this `number`, has.
+
+    `identities` are those of others that unfinished requests have still; it is sent again when there are fewer.
+    """
+
+    number: int
+    identities: list[str] = []
+
+
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request enters a row, in full. `num_computed_tokens` of its prompt are in its blocks already."""
+    """A request enters a row, in full. `num_computed_tokens` of its prompt are in its blocks already.
+
+    `adapter` is the identity of its adapter, empty for none.
+    """
 
     row: int
     request_id: str
@@ -764,6 +840,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_ids: Ints
     sampling: Sampling
     num_computed_tokens: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         _check_words(prompt_token_ids=self.prompt_token_ids, block_ids=self.block_ids)
@@ -772,7 +849,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ResumeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request enters a row again after preemption or recovery.
 
-    `token_ids` is everything so far, the last `num_output_tokens` of them output.
+    `token_ids` is everything so far, the last `num_output_tokens` of them output. `adapter` as in `NewRow`.
     """
 
     row: int
@@ -782,13 +859,17 @@ class ResumeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_ids: Ints
     sampling: Sampling
     num_computed_tokens: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         _check_words(token_ids=self.token_ids, block_ids=self.block_ids)
 
 
 class ContinueRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A session's next turn: the last `drop` tokens of the row go, `token_ids` come, and output counts from zero."""
+    """A session's next turn: the last `drop` tokens of the row go, `token_ids` come, and output counts from zero.
+
+    The row keeps its adapter.
+    """
 
     row: int
     token_ids: Ints
@@ -864,13 +945,37 @@ class Failed(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class AdapterRead(Message, frozen=True, kw_only=True):
+    """Answer to the `ReadAdapter` with this number: the adapter's identity, or a sentence that says why it has none."""
+
+    number: int
+    identity: str = ""
+    fault: str = ""
+
+
 # Follower bus: executor 0 → executor
+
+
+class ReadAdapter(Message, frozen=True, kw_only=True):
+    """Read the adapter in the folder `path` and bring it to the devices; answered by `AdapterRead`."""
+
+    number: int
+    name: str
+    path: str
+
+
+class PlaceAdapter(Message, frozen=True, kw_only=True):
+    """Put the adapter that was read with this number into a slot, between the steps before and after; 0: forget it."""
+
+    number: int
+    slot: int
 
 
 class RowSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A row of all ranks' (rank × max_num_seqs + the rank's row) begins, resumes or continues.
 
-    `token_ids` go to positions `start`, `start` + 1, …; what lies at `prompt_len` and after is output.
+    `token_ids` go to positions `start`, `start` + 1, …; what lies at `prompt_len` and after is output. `adapter` is the
+    slot of its adapter, 0 for none.
     """
 
     row: int
@@ -878,6 +983,7 @@ class RowSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: Ints
     prompt_len: int
     sampling: Sampling
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         _check_words(token_ids=self.token_ids)
@@ -938,7 +1044,7 @@ FRONTEND_TO_ENGINE = (
     Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | StopTurn | AbortRequests | CommandRequest
 )
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
-EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | KvPool | StepResult
-RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | PartialSchedule
-FOLLOWER_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | Ready | Failed
-EXECUTOR_TO_FOLLOWER = Welcome | Heartbeat | Goodbye | Error | MergedStep | EndOfSteps
+EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | Adapters | KvPool | StepResult
+RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | AdaptersHeld | PartialSchedule
+FOLLOWER_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | Ready | Failed | AdapterRead
+EXECUTOR_TO_FOLLOWER = Welcome | Heartbeat | Goodbye | Error | ReadAdapter | PlaceAdapter | MergedStep | EndOfSteps

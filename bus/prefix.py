@@ -1,8 +1,8 @@
 """The hash chain that names KV blocks in the prefix cache, the same in frontends and ranks.
 
 The name of a block is a hash of everything its KV values depend on: the name of the block before it, its own tokens,
-and the features of other media in it, with their places; the first block hangs on the cache salt. 16 bytes of BLAKE2b:
-nobody can make two prompts share a name, which would let one client read another's cache.
+and the features of other media in it, with their places; the first block hangs on the cache salt and the adapter. 16
+bytes of BLAKE2b: nobody can make two prompts share a name, which would let one client read another's cache.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ HASH_BYTES = 16
 
 
 @lru_cache
-def root_hash(cache_salt: str = "") -> bytes:
-    """The name that the first block of a prompt hangs on."""
-    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
+def root_hash(cache_salt: str = "", adapter: str = "") -> bytes:
+    """The name that the first block of a prompt hangs on; `adapter` is the identity of one, or empty."""
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=adapter.encode()).digest()
 
 
 def chain_hash(parent: bytes, tokens: bytes, features: bytes = b"") -> bytes:
@@ -40,12 +40,16 @@ def feature_key(features: Sequence[MultimodalFeature], begin: int, end: int) -> 
 
 
 def block_hashes(
-    tokens: Ints, block_size: int, cache_salt: str = "", features: Sequence[MultimodalFeature] = ()
+    tokens: Ints,
+    block_size: int,
+    cache_salt: str = "",
+    features: Sequence[MultimodalFeature] = (),
+    adapter: str = "",
 ) -> bytes:
     """The names of all full blocks of a prompt, 16 bytes each, one after the other."""
     data = bytes(tokens)
     step = 4 * block_size
-    parent = root_hash(cache_salt)
+    parent = root_hash(cache_salt, adapter)
     names = []
     for end in range(step, len(data) + 1, step):
         key = feature_key(features, end // 4 - block_size, end // 4) if features else b""

@@ -5,7 +5,7 @@ its shard; everything else of a shard is the same on all its devices.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,17 @@ from executor import sampling
 from executor.attention import Attention, Batch, Plan, Tokens
 from executor.kernels.products import mark_unused
 from executor.mesh import DATA, MODEL
+from executor.models.layers import Linear
+from executor.models.lora import Added, Chosen, Factors
 from executor.sampling import RowParams
 from executor.shards import Array, over_shards
 
 FIELDS = 3
-"""Columns of a packed batch before the block table: row, position, number of tokens."""
+"""Columns of a packed batch before the block table: row, position, number of tokens. Where there may be adapters, a
+last column has the sequences' slots."""
+
+Adapters: TypeAlias = list[dict[str, Factors]]
+"""The factors of all slots, of each of some layers, by the matrix's name in the layer; nothing without adapters."""
 
 
 class Shared(NamedTuple):
@@ -30,6 +36,8 @@ class Shared(NamedTuple):
     plan: Plan
     last: Array
     """int32 [shards, sequences]: which token is the last of each sequence."""
+    slots: Array | None
+    """int32 [shards, tokens]: each token's adapter, see `lora.Chosen`; None without adapters."""
 
 
 class Layer(NamedTuple):
@@ -57,13 +65,14 @@ class Model(NamedTuple):
         return cls(outer_graph, outer_tree, layers), outer_leaves, [jax.tree.leaves(state) for _, state in parted]
 
     def enter(
-        self, attention: Attention, num_tokens: int, outer: list[Array], history: Array, packed: Array
+        self, attention: Attention, num_tokens: int, adapters: bool, outer: list[Array], history: Array, packed: Array
     ) -> tuple[Array, Shared]:
         """What the first layer takes, for a batch with up to `num_tokens` tokens per shard, and what all layers take.
 
-        `packed` int32 [shards, sequences, 3 + blocks] is a `Batch` in one array.
+        `packed` int32 [shards, sequences, 3 + blocks] is a `Batch` in one array; with `adapters` it has a column more.
         """
-        batch = Batch(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., FIELDS:])
+        end = -1 if adapters else None
+        batch = Batch(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., FIELDS:end])
         tokens, last = over_shards(lambda batch: _spread(batch, num_tokens))(batch)
         ids = over_shards(lambda history, batch, tokens: history[batch.rows[tokens.sequences], tokens.positions])(
             history, batch, tokens
@@ -71,29 +80,35 @@ class Model(NamedTuple):
         x, rotation = self._outer(outer).embed(ids, tokens.positions)
         if attention.marks_padding:
             x = mark_unused(x, tokens.valid)
-        return x, Shared(rotation, attention.plan(batch, tokens), last)
+        plan = attention.plan(batch, tokens)
+        if not adapters:
+            return x, Shared(rotation, plan, last, None)
+        slots = over_shards(lambda slots, tokens: jnp.where(tokens.valid, slots[tokens.sequences], 0))
+        return x, Shared(rotation, plan, last, slots(packed[..., -1], tokens))
 
     def run_layers(
         self,
         attention: Attention,
         lines: int,
+        rank: int,
         kinds: tuple[Layer, ...],
         layers: list[list[Array]],
         kv: list[Array],
         x: Array,
         shared: Shared,
+        adapters: Adapters,
     ) -> tuple[Array, Array, list[Array]]:
-        """Run some layers, which are of these `kinds`.
+        """Run some layers, which are of these `kinds`. `rank` is that of each slot of `adapters`.
 
         Returns:
             Their output for the last token of each sequence [shards, lines, hidden], which there are at most `lines`
             of, their output, and their KV cache.
         """
         # One of each kind is traced and lowered for all: a start with compiled programs is mostly tracing.
-        run = {kind: jax.jit(partial(_run_layer, kind, attention)) for kind in kinds}
+        run = {kind: jax.jit(partial(_run_layer, kind, attention, rank)) for kind in kinds}
         new_kv = []
-        for kind, layer, layer_kv in zip(kinds, layers, kv, strict=True):
-            x, layer_kv = run[kind](layer, layer_kv, x, shared)
+        for kind, layer, layer_kv, factors in zip(kinds, layers, kv, adapters, strict=True):
+            x, layer_kv = run[kind](layer, layer_kv, x, shared, factors)
             new_kv.append(layer_kv)
         ending = over_shards(lambda x, last: x[last])(x, shared.last)
         return jnp.pad(ending, ((0, 0), (0, lines - ending.shape[1]), (0, 0))), x, new_kv
@@ -111,10 +126,40 @@ class Model(NamedTuple):
 
 
 def _run_layer(
-    kind: Layer, attention: Attention, layer: list[Array], kv: Array, x: Array, shared: Shared
+    kind: Layer,
+    attention: Attention,
+    rank: int,
+    layer: list[Array],
+    kv: Array,
+    x: Array,
+    shared: Shared,
+    factors: dict[str, Factors],
 ) -> tuple[Array, Array]:
     merged = nnx.merge(kind.graph, jax.tree.unflatten(kind.tree, layer))
+    if shared.slots is not None:
+        chosen = Chosen(shared.slots, jnp.any(shared.slots > 0))
+        for name, linear in adaptable(merged).items():
+            linear.added = Added(factors[name], rank, chosen)
     return merged(x, shared.rotation, kv, attention, shared.plan)
+
+
+def adaptable(layer: nnx.Module) -> dict[str, Linear]:
+    """The matrices of a layer that adapters may add to, by their names in the layer: its projections, experts aside."""
+    found = {".".join(map(str, path)): node for path, node in nnx.iter_graph(layer) if isinstance(node, Linear)}
+    return {name: linear for name, linear in sorted(found.items()) if name.endswith("_proj")}
+
+
+def place_adapter(rank: int, held: Adapters, one: Adapters, slot: Array) -> Adapters:
+    """Put the factors of `one` adapter into the `slot` [1] of those that are `held`."""
+    begin = (slot[0] - 1) * rank
+
+    def put(held: Factors, one: Factors) -> Factors:
+        return Factors(
+            lax.dynamic_update_slice_in_dim(held.a, one.a, begin, axis=1),
+            lax.dynamic_update_slice_in_dim(held.b, one.b, begin, axis=0),
+        )
+
+    return jax.tree.map(put, held, one, is_leaf=lambda node: isinstance(node, Factors))
 
 
 def _spread(batch: Batch, num_tokens: int) -> tuple[Tokens, Array]:

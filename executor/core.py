@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,17 +14,25 @@ from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Rec
 from bus.counters import Counters
 from bus.log import get_logger
 from bus.messages import (
+    Adapter,
+    AdapterRead,
+    AdaptersHeld,
     CommandRequest,
     Error,
     ExecutorStatus,
     Failed,
     KvPool,
+    LoadAdapter,
     Message,
     PartialSchedule,
+    PlaceAdapter,
+    ReadAdapter,
     Ready,
     Reply,
     Shutdown,
+    UnloadAdapter,
 )
+from executor.adapters import Adapters
 from executor.group import Group
 from executor.merge import Limits, Merger, Part, Refused
 from executor.rows import Rows
@@ -89,6 +97,8 @@ class _Rank:
     work_left: int = 0
     answered: bool = False
     late: bool = False
+    adapters_held: AdaptersHeld | None = None
+    """What it said of adapters after it had sent what is pending."""
 
 
 class _InFlight(NamedTuple):
@@ -107,8 +117,10 @@ class ExecutorCore:
     more is coming are waited for, and none that was missed, until it is on time again.
     """
 
-    def __init__(self, config: Config, model: str, limits: Limits, programs: str = "") -> None:
-        """`model` is the name that is served; `programs` see `group.Group`."""
+    def __init__(
+        self, config: Config, model: str, limits: Limits, programs: str = "", adapters: Sequence[Adapter] = ()
+    ) -> None:
+        """`model` is the name that is served; `programs` see `group.Group`. `adapters` are in the slots from 1 on."""
         self._model = model
         self._group = Group(config.executors - 1, programs)
         self._limits = limits
@@ -118,7 +130,11 @@ class ExecutorCore:
         self._counters = Counters()
         self._bus_counters: dict[str, float] = {}
         rows = Rows(config.ranks, limits.max_num_seqs, limits.max_model_len, config.block_size)
-        self._merger = Merger(rows, limits)
+        self._now = 0.0
+        self._adapters = Adapters(
+            config.max_loras, model, config.executors, config.command_deadline_s, adapters, self._tell_frontends
+        )
+        self._merger = Merger(rows, limits, self._adapters.slots)
         self._ranks: list[_Rank | None] = [None] * config.ranks
         self._frontends: dict[int, Peer] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -131,19 +147,23 @@ class ExecutorCore:
         """See `bus.core.Core`."""
         match event:
             case Drained(now):
+                self._now = now
                 return self._schedule(now)
             case Posted(StepDone() as done):
                 return self._finish_step(done)
             case Received(peer, message):
                 return self._receive(peer, message)
             case Tick(now, _, bus_counters):
-                self._bus_counters = bus_counters
+                self._now, self._bus_counters = now, bus_counters
                 oldest = self._in_flight[0].number if self._in_flight else None
-                return [*self._schedule(now), *self._report(now), *self._group.check(now, oldest)]
+                told = [*self._report(now), *self._adapters.expire(now)]
+                return [*self._schedule(now), *told, *self._group.check(now, oldest)]
             case PeerUp(peer):
                 return self._welcome(peer)
             case PeerDown(peer, reason):
                 return self._forget(peer, reason)
+            case Posted(AdapterRead() as read):
+                return self._tell_group(self._adapters.read(0, read, self._now))
             case Posted(DeviceFailed(reason)):
                 return [Stop(f"the device failed: {reason}")]
         raise TypeError(f"not an event of the executor: {event!r}")
@@ -157,7 +177,8 @@ class ExecutorCore:
         if peer.role == "executor":
             return self._group.welcome(peer)
         self._ranks[peer.index] = _Rank(peer)
-        return self._give_pool(peer) if self._group.is_complete else []
+        pool = self._give_pool(peer) if self._group.is_complete else []
+        return [*self._adapters.rank_up(peer), *pool]
 
     def _give_pool(self, peer: Peer) -> list[Effect]:
         """Tell a rank what it may use, and so that it may begin."""
@@ -181,6 +202,7 @@ class ExecutorCore:
             self._counters.add("executor_dropped_schedules", len(rank.pending))
             self._merger.void(peer.index)
             self._ranks[peer.index] = None
+            return self._tell_group(self._adapters.rank_down(peer.index, self._now))
         return []
 
     def _receive(self, peer: Peer, message: Message) -> list[Effect]:
@@ -189,11 +211,18 @@ class ExecutorCore:
                 return self._hold(peer, message)
             case Ready() | Failed():
                 return self._hear(peer, message)
+            case AdaptersHeld():
+                return self._hear_of_adapters(peer, message)
+            case AdapterRead():
+                return self._tell_group(self._adapters.read(peer.index, message, self._now))
+            case CommandRequest(body=LoadAdapter() | UnloadAdapter()):
+                return self._tell_group(self._adapters.ask(peer, message, self._now))
             case CommandRequest(command_id=command_id, body=Shutdown()):
                 reply = Send(peer, Reply(command_id=command_id, value=True))
                 return [reply, *self._group.end("it was told to shut down")]
             case CommandRequest(command_id=command_id, body=body):
-                sentence = f"{type(body).__name__} is a command for ranks; the executor takes Shutdown only"
+                taken = "the executor takes LoadAdapter, UnloadAdapter and Shutdown only"
+                sentence = f"{type(body).__name__} is a command for ranks; {taken}"
                 return [Send(peer, Error(code="not_for_executor", message=sentence, command_id=command_id))]
             case Error():
                 log.warning("a peer refused a message", peer=str(peer), code=message.code, detail=message.message)
@@ -208,6 +237,37 @@ class ExecutorCore:
             for rank in self._ranks:
                 effects += self._give_pool(rank.peer) if rank else []
         return effects
+
+    # Adapters
+
+    def _hear_of_adapters(self, peer: Peer, message: AdaptersHeld) -> list[Effect]:
+        """What a rank says of adapters counts when all that it sent before is in steps."""
+        rank = self._ranks[peer.index]
+        if rank is None or rank.peer != peer:
+            return []
+        rank.adapters_held = message
+        return self._take_adapters_held([rank])
+
+    def _take_adapters_held(self, ranks: list[_Rank]) -> list[Effect]:
+        effects: list[Effect] = []
+        for rank in ranks:
+            if rank.adapters_held is not None and not rank.pending:
+                message, rank.adapters_held = rank.adapters_held, None
+                effects += self._adapters.held(rank.peer, message, self._now)
+        return self._tell_group(effects)
+
+    def _tell_group(self, effects: list[Effect]) -> list[Effect]:
+        """`effects`, and that the executor's other processes do the same with adapters."""
+        told = []
+        for effect in effects:
+            told.append(effect)
+            if isinstance(effect, ReadAdapter | PlaceAdapter):
+                told += self._group.tell_all(effect)
+        return told
+
+    def _tell_frontends(self) -> list[Effect]:
+        status = self._status()
+        return [Send(peer, status) for peer in self._frontends.values()]
 
     # When a step runs
 
@@ -285,7 +345,7 @@ class ExecutorCore:
         if merged is None:
             owners, parts, effects = self._apply(present, schedules)
             if not parts:
-                return effects
+                return [*effects, *self._take_adapters_held(present)]
             merged = parts, self._merger.merge(parts)
         else:
             owners = present
@@ -300,7 +360,8 @@ class ExecutorCore:
         self._counters.add("executor_tokens", int(np.add.reduce(step.num_tokens)))
         waited_for, self._waited_for = list(self._waited_for), {}
         effects += self._group.tell(self._last_number, step)
-        return [*effects, RunStep(self._last_number, step, [(part.rank, part.step) for part in parts], waited_for)]
+        effects.append(RunStep(self._last_number, step, [(part.rank, part.step) for part in parts], waited_for))
+        return [*effects, *self._take_adapters_held(present)]
 
     def _apply(
         self, present: list[_Rank], schedules: list[PartialSchedule]
@@ -357,8 +418,7 @@ class ExecutorCore:
         if now < self._next_status:
             return []
         self._next_status = now + STATUS_INTERVAL_S
-        status = self._status()
-        return [Send(peer, status) for peer in self._frontends.values()]
+        return self._tell_frontends()
 
     def _status(self) -> ExecutorStatus:
         self._counters.set("executor_steps_in_flight", len(self._in_flight))
@@ -368,4 +428,5 @@ class ExecutorCore:
             num_blocks=sum(self._limits.blocks_of_rank),
             block_size=self._block_size,
             counters=self._bus_counters | self._counters.snapshot(),
+            adapters=self._adapters.usable,
         )

@@ -7,7 +7,17 @@ import numpy as np
 
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
 from bus.log import get_logger
-from bus.messages import EndOfSteps, Error, Failed, MergedStep, Message, Ready
+from bus.messages import (
+    AdapterRead,
+    EndOfSteps,
+    Error,
+    Failed,
+    MergedStep,
+    Message,
+    PlaceAdapter,
+    ReadAdapter,
+    Ready,
+)
 from executor import step
 from executor.core import DeviceFailed, RunStep, StepDone
 from executor.group import READY_S, broken
@@ -41,6 +51,8 @@ class FollowerCore:
                 return [Send(peer, Ready(programs=self._programs))]
             case PeerDown(peer, reason):
                 return broken(f"{peer} is lost: {reason}")
+            case Posted(AdapterRead() as read):
+                return [Send(self._leader, read)] if self._leader else []
             case Posted(DeviceFailed(reason)):
                 told = [Send(self._leader, Failed(reason=reason))] if self._leader else []
                 return [*told, Stop(f"the device failed: {reason}")]
@@ -53,6 +65,8 @@ class FollowerCore:
                     return [RunStep(message.number, self._listener.hear(message))]
                 except (ValueError, IndexError) as error:
                     return broken(f"what was told of step {message.number} cannot be run: {error}")
+            case ReadAdapter() | PlaceAdapter():
+                return [message]
             case EndOfSteps():
                 return [Stop("the executor was told to shut down")]
             case Error():

@@ -9,7 +9,7 @@ import msgspec
 from bus import messages
 from bus.core import Effect, Peer, Send, Stop
 from bus.log import get_logger
-from bus.messages import EndOfSteps, Failed, Message, Ready
+from bus.messages import EndOfSteps, Failed, Message, PlaceAdapter, ReadAdapter, Ready
 from executor.step import MergedStep
 from executor.telling import Teller
 
@@ -90,6 +90,10 @@ class Group:
             return []
         return self._send(self._teller.tell(number, step))
 
+    def tell_all(self, message: ReadAdapter | PlaceAdapter) -> list[Effect]:
+        """Tell all of an adapter, after the steps that they were told of so far."""
+        return self._send(message)
+
     def end(self, reason: str) -> list[Effect]:
         """End all in an orderly way, this process last: JAX aborts whoever is left when the first is gone."""
         self._ending = reason
@@ -113,5 +117,5 @@ class Group:
             return broken(f"step {oldest} has not ended within {STEP_S:g} s")
         return []
 
-    def _send(self, message: messages.MergedStep | EndOfSteps) -> list[Effect]:
+    def _send(self, message: messages.MergedStep | EndOfSteps | ReadAdapter | PlaceAdapter) -> list[Effect]:
         return [Send(peer, message) for peer in self._peers if peer is not None]

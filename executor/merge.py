@@ -1,8 +1,9 @@
 """From the ranks' partial schedules to one merged step, with nothing taken on trust."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -112,8 +113,10 @@ def _put_together(parts: list[Part]) -> Masks:
 class Merger:
     """Applies schedules to the rows, in the order in which they are to run, and puts parts together."""
 
-    def __init__(self, rows: Rows, limits: Limits) -> None:
+    def __init__(self, rows: Rows, limits: Limits, slots: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`slots` are those of the adapters that rows may have, by identity, as they are when it is asked."""
         self._rows = rows
+        self._slots = slots
         self._limits = limits
         self._blocks_of_rank = np.array(limits.blocks_of_rank, np.uint32)
         self._first_blocks = np.array(limits.first_blocks or [0] * len(limits.blocks_of_rank), np.int32)
@@ -290,9 +293,12 @@ class Merger:
                 f"row {item.row}: {blocks.size} blocks are more than the {self._rows.most_blocks} a row can use"
             )
         self._check_sampling(item)
+        if item.adapter and item.adapter not in self._slots:
+            raise Refused(f"row {item.row}: adapter {item.adapter} is not loaded")
+        adapter = self._slots[item.adapter] if item.adapter else 0
         self._drafting.pop(row, None)
-        self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks + self._first_blocks[rank])
-        return RowSetup(row, 0, tokens, tokens.size - num_output_tokens, item.sampling)
+        self._rows.set_up(row, tokens.size, item.num_computed_tokens, blocks + self._first_blocks[rank], adapter)
+        return RowSetup(row, 0, tokens, tokens.size - num_output_tokens, item.sampling, adapter)
 
     def _continue(self, rank: int, item: ContinueRow) -> RowSetup:
         row = self._global_row(rank, item.row)
@@ -311,7 +317,7 @@ class Merger:
         if item.sampling.prompt_logprobs is not None:
             raise Refused(f"row {item.row}: prompt_logprobs are only found of a row that is set up with all its tokens")
         self._rows.rewrite(row, base, base + tokens.size)
-        return RowSetup(row, base, tokens, base + tokens.size, item.sampling)
+        return RowSetup(row, base, tokens, base + tokens.size, item.sampling, int(self._rows.adapters[row]))
 
     def _append_blocks(self, rank: int, schedule: PartialSchedule) -> None:
         local, blocks = unpack_ints(schedule.block_rows), unpack_ints(schedule.block_ids)

@@ -33,7 +33,7 @@ class Pipeline:
         """What the device failed with, if it did."""
         self._runner = runner
         self._post = post
-        self._submitted: SimpleQueue[RunStep | None] = SimpleQueue()
+        self._submitted: SimpleQueue[RunStep | Callable[[], None] | None] = SimpleQueue()
         self._dispatching = threading.Lock()
         self._failing = threading.Lock()
         self._last_told = threading.Lock()
@@ -48,6 +48,10 @@ class Pipeline:
     def submit(self, run: RunStep) -> None:
         """Run a step after those submitted before."""
         self._submitted.put(run)
+
+    def between(self, job: Callable[[], None]) -> None:
+        """Have something done after the steps submitted before were dispatched, and before those submitted later."""
+        self._submitted.put(job)
 
     def stop(self, within_s: float) -> bool:
         """Finish the steps that were submitted; whether that was done in time."""
@@ -69,6 +73,12 @@ class Pipeline:
                 self._submitted.put(None)  # the other threads are to end, too
                 return False
             begin = time.monotonic()
+            if not isinstance(run, RunStep):
+                try:
+                    run()
+                except Exception as error:
+                    return self._fail(error)
+                return True
             try:
                 handle = self._runner.dispatch(run.step)
             except Exception as error:

@@ -90,18 +90,23 @@ class Placement:
         """Tokens of the shard that has most."""
         return int(np.bincount(places.shards, weights=step.num_tokens).max())
 
-    def pack_batch(self, step: MergedStep, places: Places, size: int, most_blocks: int) -> Int32:
+    def pack_batch(
+        self, step: MergedStep, places: Places, size: int, most_blocks: int, slots: Int32 | None = None
+    ) -> Int32:
         """An `attention.Batch` of `size` sequences per shard, in one array [shards, size, 3 + most_blocks].
 
-        One array, so that it travels to the device at once.
+        One array, so that it travels to the device at once. With `slots` [n], the sequences' adapters, it has one
+        column more.
         """
-        packed = np.zeros((self.shards, size, FIELDS + most_blocks), np.int32)
+        packed = np.zeros((self.shards, size, FIELDS + most_blocks + (slots is not None)), np.int32)
         packed[:, :, 0] = self.rows
         shards, lines = places.at
         packed[shards, lines, 0] = places.rows
         packed[shards, lines, 1] = step.positions
         packed[shards, lines, 2] = step.num_tokens
         packed[shards, lines, FIELDS : FIELDS + step.block_tables.shape[1]] = step.block_tables
+        if slots is not None:
+            packed[shards, lines, -1] = slots
         return packed
 
     def pack_picks(self, step: MergedStep, places: Places, indices: Int32, drawn: Places, size: int) -> Int32:

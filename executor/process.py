@@ -5,13 +5,16 @@ import time
 from rich.console import Console
 
 from bus import model_files
-from bus.config import Config
+from bus.config import Config, ConfigError
 from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.log import get_logger
+from bus.messages import Adapter, PlaceAdapter, ReadAdapter
 from bus.model_files import ModelFacts
 from bus.shell import Shell
 from executor import hosts
+from executor.adapter_files import AdapterError
+from executor.adapter_loading import AdapterLoader
 from executor.core import RunStep
 from executor.follower import FollowerCore, Unread
 from executor.group import Broken
@@ -53,13 +56,19 @@ class Executor:
             max_model_len=runner.max_model_len,
         )
         runner.warm_up(progress)
+        adapters = _load_first(config, runner)
+        # Processes that run steps together have the same adapters in the same slots
+        self._programs = "/".join([runner.digest, *(adapter.identity for adapter in adapters)])
         self._broken = ""
         if me.index:
             self._follow(config, me, runner)
         else:
-            self._lead(config, me, runner, source.name, facts)
+            self._lead(config, me, runner, source.name, facts, adapters)
+        self._loader = AdapterLoader(runner, self._pipeline.between, self._shell.post)
 
-    def _lead(self, config: Config, me: Identity, runner: Runner, model: str, facts: ModelFacts) -> None:
+    def _lead(
+        self, config: Config, me: Identity, runner: Runner, model: str, facts: ModelFacts, adapters: list[Adapter]
+    ) -> None:
         """Be the one that ranks and frontends know."""
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -71,7 +80,7 @@ class Executor:
             most_drafts=config.most_drafts,
             draws_drafts=config.speculation == "model",
         )
-        construction = Construction(model, limits, runner.digest)
+        construction = Construction(model, limits, self._programs, adapters)
         recorder = journal.start(config, me, construction, Plain(), facts)
         self._shell = Shell(me, config, build(config, construction), self._perform, recorder)
         self._pipeline = Pipeline(runner, self._shell.post, config.async_depth)
@@ -83,7 +92,7 @@ class Executor:
 
     def _follow(self, config: Config, me: Identity, runner: Runner) -> None:
         """Run what executor 0 says. No journal is kept: executor 0's has all that a follower is told."""
-        self._shell = Shell(me, config, FollowerCore(runner.digest, config.max_num_seqs), self._perform)
+        self._shell = Shell(me, config, FollowerCore(self._programs, config.max_num_seqs), self._perform)
         self._pipeline = Pipeline(Unread(runner), self._shell.post, config.async_depth)
         self._shell.connect("follower", config.follower_endpoint())
 
@@ -115,8 +124,31 @@ class Executor:
         """End `run` soon; safe in a signal handler."""
         self._shell.stop(reason)
 
-    def _perform(self, effect: RunStep | Broken) -> None:
-        if isinstance(effect, Broken):
-            self._broken = effect.reason
-        else:
-            self._pipeline.submit(effect)
+    def _perform(self, effect: RunStep | ReadAdapter | PlaceAdapter | Broken) -> None:
+        match effect:
+            case RunStep():
+                self._pipeline.submit(effect)
+            case ReadAdapter():
+                self._loader.read(effect)
+            case PlaceAdapter():
+                self._loader.place(effect)
+            case Broken():
+                self._broken = effect.reason
+
+
+def _load_first(config: Config, runner: Runner) -> list[Adapter]:
+    """Load the adapters that are wanted from the start, into the slots from 1 on.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    adapters = []
+    for slot, (name, path) in enumerate(config.first_adapters.items(), 1):
+        try:
+            brought = runner.read_adapter(name, path)
+        except AdapterError as error:
+            raise ConfigError(f"lora_modules: {error}") from None
+        runner.place_adapter(slot, brought)
+        adapters.append(Adapter(name=name, path=path, identity=brought.identity))
+        log.info("adapter loaded", name=name, path=path, identity=brought.identity)
+    return adapters

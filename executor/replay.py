@@ -15,7 +15,9 @@ from bus.core import Core, Effect, Event, Posted
 from bus.journal.items import Item
 from bus.journal.reader import JournalError
 from bus.journal.records import ENCODER, Header
+from bus.messages import Adapter, AdapterRead, PlaceAdapter, ReadAdapter
 from bus.replay import Differs, Subject, config_of, construction_of
+from executor.adapter_files import AdapterError
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
 from executor.merge import Limits
 from executor.pipeline import StepRunner
@@ -31,11 +33,12 @@ class Construction(msgspec.Struct, frozen=True):
     model: str
     limits: Limits
     programs: str = ""
+    adapters: list[Adapter] = []
 
 
 def build(config: Config, construction: Construction) -> ExecutorCore:
     """The executor's core."""
-    return ExecutorCore(config, construction.model, construction.limits, construction.programs)
+    return ExecutorCore(config, construction.model, construction.limits, construction.programs, construction.adapters)
 
 
 class Plain:
@@ -89,7 +92,7 @@ def subject(header: Header) -> Subject:
     if header.redacted:
         raise JournalError("this journal is redacted; an executor's is replayed only if it is not")
     core = build(config_of(header), construction_of(header, Construction))
-    return Subject(core, (StepDone, DeviceFailed), Plain())
+    return Subject(core, (StepDone, DeviceFailed, AdapterRead), Plain())
 
 
 def with_model(header: Header) -> Subject:
@@ -99,7 +102,8 @@ def with_model(header: Header) -> Subject:
         JournalError: the journal is redacted, or the model is another than was recorded, or the devices are too few.
     """
     recorded = subject(header)
-    limits = construction_of(header, Construction).limits
+    construction = construction_of(header, Construction)
+    limits = construction.limits
     config = msgspec.structs.replace(config_of(header), num_blocks=sum(limits.blocks_of_rank), executors=1)
     folder = model_files.resolve(config).folder
     if model_files.read(folder).fingerprint != header.model:
@@ -112,6 +116,8 @@ def with_model(header: Header) -> Subject:
             "the ranks' blocks were laid out for other devices than are here; --no-model replays without them "
             "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes a CPU N devices)"
         )
+    for slot, adapter in enumerate(construction.adapters, 1):
+        runner.place_adapter(slot, _read_again(runner, adapter))
     rerun = Rerun(recorded.core, runner)
     return recorded._replace(core=rerun, summary=rerun.summary)
 
@@ -125,6 +131,27 @@ class ScoringRunner(StepRunner, Protocol):
 
     def scores(self, handle: Any, index: int, place: int) -> Float32: ...
 
+    def read_adapter(self, name: str, path: str) -> Any: ...
+
+    def place_adapter(self, slot: int, adapter: Any) -> None: ...
+
+
+def _read_again(runner: ScoringRunner, adapter: Adapter) -> Any:
+    """An adapter as the recorded executor read it.
+
+    Raises:
+        JournalError: it is not there any more, or is another one.
+    """
+    try:
+        again = runner.read_adapter(adapter.name, adapter.path)
+    except AdapterError as error:
+        raise JournalError(f"an adapter cannot be read again: {error}; --no-model replays without it") from None
+    if again.identity != adapter.identity:
+        raise JournalError(
+            f"the adapter in {adapter.path} is not the one that was recorded; --no-model replays without it"
+        )
+    return again
+
 
 class Rerun:
     """An executor's core, whose steps are run again: each when its recorded result comes, to be compared with it.
@@ -136,7 +163,9 @@ class Rerun:
     def __init__(self, core: Core, runner: ScoringRunner) -> None:
         self._core = core
         self._runner = runner
-        self._given: deque[RunStep] = deque()
+        self._given: deque[RunStep | PlaceAdapter] = deque()
+        self._adapters: dict[int, Adapter] = {}
+        """What was read, by the number of its `ReadAdapter`, until it is placed."""
         self._last_setup: dict[int, RowSetup] = {}
         self._corrections: list[RowSetup] = []
         self._tokens = 0
@@ -150,8 +179,14 @@ class Rerun:
         """
         if isinstance(event, Posted) and isinstance(event.value, StepDone):
             self._run_again(event.value)
+        if isinstance(event, Posted) and isinstance(event.value, AdapterRead):
+            number, identity = event.value.number, event.value.identity
+            self._adapters[number] = msgspec.structs.replace(self._adapters[number], identity=identity)
         effects = list(self._core.handle(event))
-        self._given += [effect for effect in effects if isinstance(effect, RunStep)]
+        for effect in effects:
+            if isinstance(effect, ReadAdapter):
+                self._adapters[effect.number] = Adapter(name=effect.name, path=effect.path, identity="")
+        self._given += [effect for effect in effects if isinstance(effect, RunStep | PlaceAdapter)]
         return effects
 
     def summary(self) -> str:
@@ -159,7 +194,7 @@ class Rerun:
         return f"{self._tokens} tokens drawn again, {self._ties} of them ties that fell the other way"
 
     def _run_again(self, done: StepDone) -> None:
-        run = self._given.popleft()
+        run = self._next_run()
         step = run.step
         self._last_setup |= {setup.row: setup for setup in step.setups}
         fresh = {setup.row for setup in step.setups}
@@ -173,6 +208,14 @@ class Rerun:
             raise Differs(_said(run.number, recorded), _said(run.number, sampled))
         self._ties += len(different)
         self._corrections = [self._correction(step, one) for one in different]
+
+    def _next_run(self) -> RunStep:
+        """The next step; the adapters that were placed before it are placed again."""
+        while isinstance(given := self._given.popleft(), PlaceAdapter):
+            adapter = self._adapters.pop(given.number)
+            if given.slot:
+                self._runner.place_adapter(given.slot, _read_again(self._runner, adapter))
+        return given
 
     def _is_tie(self, handle: Any, different: "_Different") -> bool:
         drawn, recorded = different.drawn, int(different.recorded[0])

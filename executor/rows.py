@@ -11,7 +11,7 @@ class Rows:
     `lengths` [rows] counts the tokens of a row that are known or being drawn by a step that was sent; 0 means that
     nothing is known of the row. `positions` [rows] is the first token whose KV is not yet computed by such a step.
     `num_blocks` [rows] counts the blocks of a row, which are the start of its line in `block_tables` [rows, most],
-    the rest of which is 0. All int32.
+    the rest of which is 0. `adapters` [rows] are the slots of their adapters, 0 for none. All int32.
     """
 
     def __init__(self, ranks: int, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -21,6 +21,7 @@ class Rows:
         self.lengths: Int32 = np.zeros(count, np.int32)
         self.positions: Int32 = np.zeros(count, np.int32)
         self.num_blocks: Int32 = np.zeros(count, np.int32)
+        self.adapters: Int32 = np.zeros(count, np.int32)
         self.block_tables: Int32 = np.zeros((count, -(-max_model_len // block_size)), np.int32)
 
     @property
@@ -32,8 +33,9 @@ class Rows:
         """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""
         self.lengths[rank * self.max_num_seqs : (rank + 1) * self.max_num_seqs] = 0
 
-    def set_up(self, row: int, length: int, position: int, blocks: Int32) -> None:
+    def set_up(self, row: int, length: int, position: int, blocks: Int32, adapter: int = 0) -> None:
         """Start a row afresh with `length` known tokens, of which `position` are computed in `blocks`."""
+        self.adapters[row] = adapter
         self.lengths[row] = length
         self.positions[row] = position
         self.num_blocks[row] = blocks.size

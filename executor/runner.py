@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from bus import model_files
 from bus.config import Config
 from bus.model_files import ModelFacts
-from executor import device, hosts, sampling, weights
+from executor import adapter_files, device, hosts, sampling, weights
 from executor import mesh as meshes
+from executor.compute import Adapters
 from executor.constraints import UNCONSTRAINED, Constraints, Line, compose
 from executor.drafts import draft_facts, judge, narrowed
 from executor.kernels import library, products
@@ -29,6 +30,13 @@ from executor.sampling import TOP_LOGPROBS, Adjustments, RowParams, most_likely
 from executor.shards import Array
 from executor.step import Drafts, Float32, Int32, MergedStep, SampledStep, Words
 from executor.step_programs import StepPrograms
+
+
+class BroughtAdapter(NamedTuple):
+    """An adapter that can be put into a slot; for `identity` see `adapter_files.AdapterWeights`."""
+
+    identity: str
+    factors: Adapters
 
 
 class _Drawn(NamedTuple):
@@ -86,6 +94,7 @@ class Runner:
     | device | sampling parameters, numbers  | 6 × 4 (float32) + 4 × 4 (int32: top_k, prompt_len, seed) |
     | host   | `Constraints`, for rows with  | vocabulary / 8 with allowed tokens, else a few hundred   |
     | host   | whether greedy, log-probs     | 1 + 8                                                    |
+    | host   | the slot of its adapter       | 4                                                        |
     | host   | a prompt, see `Prompts`       | 4 × its tokens, where their log-probabilities are wanted |
 
     Positions come with each step, penalty counts and bans are derived from the tokens when they are needed, and the
@@ -133,6 +142,7 @@ class Runner:
             self._steps.params,
         )
         self._greedy = np.ones(mesh.shape[meshes.DATA] * self._placement.rows, np.bool_)
+        self._slots = np.zeros_like(self._greedy, np.int32)
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraints] = {}
         self._prompts = Prompts(self._network)
@@ -140,8 +150,8 @@ class Runner:
         """The draft model, in whose KV cache blocks have the same numbers."""
         if others is not None:
             self._fingerprint += others.fingerprint
-            sizes = {"max_model_len": self.max_model_len, "num_blocks": self.num_blocks, "speculation": "off"}
-            other_config = msgspec.structs.replace(config, **sizes)
+            sizes = {"max_model_len": self.max_model_len, "num_blocks": self.num_blocks}
+            other_config = msgspec.structs.replace(config, **sizes, speculation="off", max_loras=0)
             self._draft = Network(StepPrograms(other_config, others, mesh, draft, memory_bytes, kernels))
 
     @property
@@ -180,7 +190,8 @@ class Runner:
         places = self._placement.place(step.rows)
         if self._draft is not None:
             self._draft.run(step, places, self._history)  # for its KV cache
-        output = self._network.run(step, places, self._history)
+        slots = self._slots[step.rows] if self._steps.takes_adapters else None
+        output = self._network.run(step, places, self._history, slots)
         drawn = None
         if step.drafts is not None:
             drawn = self._draw_tried(step, places, output)
@@ -231,12 +242,29 @@ class Runner:
         noise = sampling.gumbel(self.vocab_size, ints[2:3], ints[3:4], jnp.array([end], jnp.int32))[0]
         return np.asarray(logits / temperature + noise)
 
+    # Adapters
+
+    def read_adapter(self, name: str, path: str) -> BroughtAdapter:
+        """Read the adapter in the folder `path`, and bring it to the devices; steps may be dispatched meanwhile.
+
+        Raises:
+            AdapterError: it cannot be used.
+        """
+        layout = self._steps.adapter_layout
+        weights = adapter_files.read(Path(path).expanduser(), name, layout.shapes, layout.rank)
+        return BroughtAdapter(weights.identity, layout.bring(weights))
+
+    def place_adapter(self, slot: int, adapter: BroughtAdapter) -> None:
+        """Put an adapter into a slot, from 1: steps that are dispatched from now on find it there."""
+        self._network.place_adapter(slot, adapter.factors)
+
     # A step
 
     def _set_up(self, step: MergedStep) -> None:
         """Write what rows begin with, and the drafts, which stand where they would if they were right."""
         for setup in step.setups:
             asked = setup.sampling
+            self._slots[setup.row] = setup.adapter
             self._greedy[setup.row] = asked.temperature < sampling.GREEDY_BELOW
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))

@@ -19,7 +19,7 @@ class RowSetup:
     """A global row begins, resumes or continues: what the runner must hold for it before the step runs.
 
     `tokens` go to positions `start`, `start` + 1, … of the row's history. Output is what lies at positions
-    `prompt_len` and after. `sampling` replaces the row's parameters.
+    `prompt_len` and after. `sampling` replaces the row's parameters. `adapter` is the slot of its adapter, 0 for none.
     """
 
     row: int
@@ -27,6 +27,7 @@ class RowSetup:
     tokens: Int32
     prompt_len: int
     sampling: Sampling
+    adapter: int = 0
 
 
 class Masks(NamedTuple):

@@ -11,12 +11,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bus.config import Config, ConfigError
 from bus.model_files import ModelFacts
 from executor import compute, hosts
 from executor import mesh as meshes
+from executor.adapter_layout import AdapterLayout
 from executor.attention import Attention, XlaAttention
 from executor.attention_cpu import KernelAttention
 from executor.attention_tpu import TpuAttention
@@ -28,6 +30,7 @@ from executor.models import parts
 from executor.placement import SETUP_TOKENS, Placement
 from executor.programs import Programs, sizes_up_to
 from executor.sampling import HISTORY_MULTIPLE, Adjustments, RowParams
+from executor.step import Int32
 
 SMALLEST_MIXED = 16
 """Tokens of the smallest program for steps in which a sequence has more than one token."""
@@ -54,6 +57,7 @@ class StepPrograms:
     | `kv`      | for each group of layers that is one program, the KV cache of each            |
     | `history` | int32 [shards, rows + 1, positions], the rows' tokens                         |
     | `params`  | `RowParams`, [shards, rows + 1, …]                                            |
+    | `adapters`| for each group of layers, the factors of adapters of each                     |
     """
 
     @staticmethod
@@ -80,12 +84,15 @@ class StepPrograms:
         self.platform: str = mesh.devices.flat[0].platform
 
         dtype = model.norm.scale.get_value().dtype
+        self.adapter_layout = AdapterLayout(model, mesh, config.max_loras, config.max_lora_rank, dtype)
         self.model, self.outer, layers = Model.take_apart(model)
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
         self._kernels = kernels and KernelAttention.takes(*heads, dtype)
         together = _largest_divisor(facts.num_layers, MOST_LAYERS[self.platform])
         starts = range(0, facts.num_layers, together)
         self.layers = [layers[start : start + together] for start in starts]
+        factors = self.adapter_layout.outline()
+        self.adapters = [factors[start : start + together] for start in starts]
         self._kinds = [self.model.layers[start : start + together] for start in starts]
         self._first_like = [self._kinds.index(kinds) for kinds in self._kinds]
         self.first_groups = sorted(set(self._first_like))
@@ -97,6 +104,7 @@ class StepPrograms:
         page = (self.block_size, pairs * devices, width)
         self.block_bytes = facts.num_layers * pages * math.prod(page) * dtype.itemsize
         """Of a block, all layers, on all devices of its shard."""
+        memory_bytes -= self.adapter_layout.num_bytes
         kv_bytes = int(memory_bytes * memory_fraction(config, self.platform))
         self.kv_layout = KvLayout(config, self.max_model_len, self.block_bytes, kv_bytes, shards)
         cache = self._shape((shards, self.kv_layout.shard_blocks * pages, *page), dtype, KV)
@@ -136,7 +144,7 @@ class StepPrograms:
 
     def digest(self, model: str) -> str:
         """The same for processes that can run steps together: of the `model`, the mesh, and all shapes and sizes."""
-        held = self.outer, self.kv, self.history, self.params
+        held = self.outer, self.kv, self.history, self.params, self.adapters
         arrays = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(held)]
         sizes = self.decode_sizes, self.mixed_sizes, self.draw_sizes, self.lines
         made_of = model, jax.__version__, dict(self.mesh.shape), str(self.mesh.devices), arrays, sizes
@@ -151,15 +159,29 @@ class StepPrograms:
             self.trace_drawing(size, ending)
         setup = (self.history, self.params, *next(self.placement.setup_pieces([])))
         self.programs.trace("set up", SETUP_TOKENS, *setup)
+        if self.takes_adapters:
+            for group in self.first_groups:
+                one = self.adapter_layout.one_like(self.adapters[group])
+                self.programs.trace(self.layers_name("adapter", group), 1, self.adapters[group], one, self.slot(1))
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether there may be adapters."""
+        return self.adapter_layout.slots > 0
+
+    def slot(self, number: int) -> Int32:
+        """A slot's number, as the program takes it that puts an adapter there."""
+        return np.full(self.placement.shards, number, np.int32)
 
     def trace_step(self, name: str, size: int) -> Any:
         """Trace the programs of a step up to the last layer, and return the shape of what the head takes."""
         trace = self.programs.trace
-        batch = _int32(self.placement.shards, self.sequences(name, size), FIELDS + self.kv_layout.most_blocks)
+        columns = FIELDS + self.kv_layout.most_blocks + self.takes_adapters
+        batch = _int32(self.placement.shards, self.sequences(name, size), columns)
         x, shared = trace(f"{name} enter", size, self.outer, self.history, batch)
         for group in self.first_groups:
             program = self.layers_name(name, group)
-            ending, *_ = trace(program, size, self.layers[group], self.kv[group], x, shared)
+            ending, *_ = trace(program, size, self.layers[group], self.kv[group], x, shared, self.adapters[group])
         if name == "mixed":
             trace("lines", size, x, _int32(self.placement.shards, self.lines))
         return ending
@@ -195,11 +217,13 @@ class StepPrograms:
         for name, sizes in (("decode", self.decode_sizes), ("mixed", self.mixed_sizes)):
             attention = self.attention(name)
             for size in sizes:
-                enter = partial(self.model.enter, attention, size)
+                enter = partial(self.model.enter, attention, size, self.takes_adapters)
                 add(f"{name} enter", size, enter, (outer, BY_SHARD, BY_SHARD), BY_SHARD, options=options)
                 for group in self.first_groups:
-                    run = partial(self.model.run_layers, attention, self.lines, self._kinds[group])
-                    given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD)
+                    rank = self.adapter_layout.rank
+                    run = partial(self.model.run_layers, attention, self.lines, rank, self._kinds[group])
+                    factors = meshes.spec_of(self.adapters[group])
+                    given = (meshes.spec_of(self.layers[group]), KV, BY_SHARD, BY_SHARD, factors)
                     taken = (BY_SHARD, BY_SHARD, KV)
                     add(self.layers_name(name, group), size, run, given, taken, donate=(1, 2))
                 if name == "mixed":
@@ -218,6 +242,11 @@ class StepPrograms:
                 add("gather logits", size, compute.gather_lines, (BY_LINE,), WHOLE)
         setup = (BY_SHARD,) * 6
         add("set up", SETUP_TOKENS, compute.set_up, setup, BY_SHARD, donate=(0, 1))
+        if self.takes_adapters:
+            put = partial(compute.place_adapter, self.adapter_layout.rank)
+            for group in self.first_groups:
+                factors = meshes.spec_of(self.adapters[group])
+                add(self.layers_name("adapter", group), 1, put, (factors, factors, BY_SHARD), factors, donate=(0,))
 
 
 def _max_model_len(config: Config, facts: ModelFacts) -> int:

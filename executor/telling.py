@@ -37,6 +37,7 @@ class Teller:
                     token_ids=pack_ints(setup.tokens),
                     prompt_len=setup.prompt_len,
                     sampling=setup.sampling,
+                    adapter=setup.adapter,
                 )
                 for setup in step.setups
             ],
@@ -77,8 +78,8 @@ class Listener:
         rows = unpack_ints(message.rows)
         return MergedStep(
             setups=[
-                RowSetup(setup.row, setup.start, unpack_ints(setup.token_ids), setup.prompt_len, setup.sampling)
-                for setup in message.setups
+                RowSetup(one.row, one.start, unpack_ints(one.token_ids), one.prompt_len, one.sampling, one.adapter)
+                for one in message.setups
             ],
             ranks=rows // self._max_num_seqs,
             rows=rows,

@@ -298,6 +298,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> Iterator[Piece]:
         """Start a request; iterate over its output. Leaving the iterator aborts it.
@@ -307,6 +308,7 @@ class Client:
             TimeoutError: nothing was heard for `timeout_s`.
         """
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        options["adapter"] = adapter
         stream = self._conversation.generate(prompt, request_id, options, params)
         self._pump(0)
         return self._read(stream)
@@ -320,6 +322,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> Session:
         """Open a session; the prompt, which may be empty, is its first turn. `params` are for turns without their own.
@@ -327,6 +330,7 @@ class Client:
         It goes on when the connection is lost for a while. Leaving its `with` block closes it, and waits for its end.
         """
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        options["adapter"] = adapter
         # Made before anything is sent: the answer may be that there is no session, and then there is no first turn.
         session = Session(self, self._conversation.open(prompt, request_id, options, params))
         self._pump(0)
@@ -420,10 +424,12 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> AsyncIterator[Piece]:
         """As `Client.generate`."""
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        options["adapter"] = adapter
         return self._read(self._conversation.generate(prompt, request_id, options, params))
 
     async def session(
@@ -435,10 +441,12 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> AsyncSession:
         """As `Client.session`."""
         options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
+        options["adapter"] = adapter
         session = AsyncSession(self, self._conversation.open(prompt, request_id, options, params))
         await self._flush()
         return session

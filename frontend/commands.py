@@ -6,8 +6,17 @@ from typing import Any
 
 from bus.core import Effect, Peer, Send
 from bus.folds import FoldError, fold
-from bus.messages import AnyCommand, CommandRequest, Error, Reply
+from bus.messages import AnyCommand, CommandRequest, Error, LoadAdapter, Reply, UnloadAdapter
 from frontend.seam import CommandResult
+
+EXECUTOR = -1
+"""Stands for the executor among the ranks that are asked."""
+
+FOR_EXECUTOR = LoadAdapter | UnloadAdapter
+"""Commands that the executor answers."""
+
+_GRACE_S = 1.0
+"""How much longer than its deadline the executor's answer is waited for: it has its own word for what is late."""
 
 Asker = tuple[Peer | None, int]
 """Who asked (None: the HTTP side) and the id it gave."""
@@ -22,6 +31,8 @@ class _Pending:
     answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
+    code: str = ""
+    """Of the executor's refusal."""
 
     def is_complete(self) -> bool:
         return len(self.answers) + len(self.failures) + len(self.lost) == len(self.asked)
@@ -58,6 +69,19 @@ class Commands:
         self._pending[command_id] = _Pending(asker, body, asked, deadline)
         return [Send(ranks[rank], CommandRequest(command_id=command_id, body=body)) for rank in asked]
 
+    def ask_executor(
+        self, asker: Asker, body: FOR_EXECUTOR, deadline_s: float | None, executor: Peer | None, now: float
+    ) -> list[Effect]:
+        """Send a command to the executor; its answer comes later, or at once."""
+        if any(pending.asker == asker for pending in self._pending.values()):
+            return [answer(asker, error=f"command {asker[1]} is still unanswered; choose another command_id")]
+        if executor is None:
+            return [answer(asker, error="no executor is up; try again when the engine is ready")]
+        seconds = self._default_deadline_s if deadline_s is None else max(deadline_s, 0.0)
+        command_id, self._next_id = self._next_id, self._next_id + 1
+        self._pending[command_id] = _Pending(asker, body, [EXECUTOR], now + seconds + _GRACE_S)
+        return [Send(executor, CommandRequest(command_id=command_id, body=body, deadline_s=seconds))]
+
     def replied(self, rank: int, reply: Reply) -> list[Effect]:
         """Take a rank's answer; one that comes after the deadline is dropped."""
         pending = self._pending.get(reply.command_id)
@@ -72,6 +96,8 @@ class Commands:
         if pending is None or rank not in pending.asked:
             return []
         pending.failures[rank] = error.message
+        if rank == EXECUTOR:
+            pending.code = error.code
         return self._finish_if_complete(error.command_id)
 
     def rank_lost(self, rank: int) -> list[Effect]:
@@ -97,6 +123,10 @@ class Commands:
 
     def _finish(self, command_id: int) -> list[Effect]:
         pending = self._pending.pop(command_id)
+        if pending.asked == [EXECUTOR] and not pending.answers:
+            why = "was lost before it answered" if pending.lost else "did not answer in time"
+            sentence = pending.failures.get(EXECUTOR, f"the executor {why}")
+            return [answer(pending.asker, error=sentence, code=pending.code)]
         if pending.failures:
             sentences = [f"rank {rank}: {sentence}" for rank, sentence in sorted(pending.failures.items())]
             return [answer(pending.asker, error="; ".join(sentences))]
@@ -110,11 +140,13 @@ class Commands:
         return [answer(pending.asker, value=value, missing=missing)]
 
 
-def answer(asker: Asker, value: Any = None, missing: list[int] | None = None, error: str = "") -> Effect:
+def answer(
+    asker: Asker, value: Any = None, missing: list[int] | None = None, error: str = "", code: str = ""
+) -> Effect:
     """The effect that answers a command, whoever asked."""
     peer, command_id = asker
     if peer is None:
-        return CommandResult(command_id, value, missing or [], error)
+        return CommandResult(command_id, value, missing or [], error, code)
     if error:
         return Send(peer, Error(code="command_failed", message=error, command_id=command_id))
     return Send(peer, Reply(command_id=command_id, value=value, missing=missing or []))

@@ -7,6 +7,8 @@ to commands. It knows nothing of text: what needs a tokenizer goes up over the s
 from dataclasses import replace
 from hashlib import blake2b
 
+from msgspec import structs
+
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
 from bus.counters import Counters
@@ -14,12 +16,14 @@ from bus.messages import (
     Abort,
     Append,
     CommandRequest,
+    ComputedBlocks,
     EndTurn,
     Error,
     ExecutorStatus,
     Finished,
     Generate,
     KvEvents,
+    ListAdapters,
     Load,
     Message,
     Outputs,
@@ -28,7 +32,8 @@ from bus.messages import (
     Shutdown,
 )
 from bus.wire import pack_ints, unpack_ints
-from frontend.commands import Commands, answer
+from frontend.adapters import Adapters
+from frontend.commands import EXECUTOR, FOR_EXECUTOR, Commands, answer
 from frontend.params import BadRequest, ModelLimits, check_features, check_prompt, sampling_for
 from frontend.requests import Requests
 from frontend.routing import RankView, Router, Unroutable
@@ -69,6 +74,7 @@ class FrontendCore:
         self._requests = Requests(self._router, config.block_size, self._counters)
         self._sessions = Sessions(self._requests, self._counters, limits, self._draw_seed, config.session_idle_s)
         self._commands = Commands(config.command_deadline_s)
+        self._adapters = Adapters()
         self._executor: Peer | None = None
         self._executor_status: ExecutorStatus | None = None
         self._text_requests: dict[tuple[Peer, str], int] = {}  # children that have not finished
@@ -81,7 +87,10 @@ class FrontendCore:
     def handle(self, event: Event) -> list[Effect]:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
+            usable = self._adapters.usable
             effects = self._receive(event.peer, event.message)
+            if isinstance(event.message, ExecutorStatus) and self._adapters.usable != usable:
+                effects.append(self._status())
             if not isinstance(event.message, Load | ExecutorStatus):
                 return effects  # the others do not change whether the engine is ready
         elif isinstance(event, Posted):
@@ -118,7 +127,8 @@ class FrontendCore:
             return [*self._requests.rank_down(peer, self._sessions), *self._commands.rank_lost(peer.index)]
         if peer.role == "executor":
             self._executor = self._executor_status = None
-            return []
+            self._adapters.executor_lost()
+            return self._commands.rank_lost(EXECUTOR)
         self._commands.asker_lost(peer)
         texts = [key for key in self._text_requests if key[0] == peer]
         for key in texts:
@@ -159,8 +169,10 @@ class FrontendCore:
             self._executor_status = message
             room = min(self._limits.max_model_len, message.max_model_len)
             self._limits = self._sessions.limits = replace(self._limits, max_model_len=room)
+            return self._adapters.see(peer, message)
         elif isinstance(message, Reply):
-            return self._commands.replied(peer.index, message)
+            if not self._adapters.answered(message.command_id, loaded=True):
+                return self._commands.replied(_number(peer), message)
         elif isinstance(message, Generate):
             return self._generate(peer, message)
         elif isinstance(message, Abort):
@@ -177,10 +189,11 @@ class FrontendCore:
 
     def _error(self, peer: Peer, error: Error) -> list[Effect]:
         self._counters.add(f"errors_received/{peer.role}")
+        if error.command_id and peer.role != "client":
+            known = self._adapters.answered(error.command_id, loaded=False)
+            return [] if known else self._commands.failed(_number(peer), error)
         if peer.role != "rank":
             return []
-        if error.command_id:
-            return self._commands.failed(peer.index, error)
         entry = self._requests.ledger.get(error.handle)
         if entry is not None and entry.session is not None and entry.rank == peer.index:
             return self._sessions.refused(entry, error)
@@ -189,8 +202,9 @@ class FrontendCore:
     def _generate(self, peer: Peer, request: Generate) -> list[Effect]:
         try:
             self._check_new(peer, request)
+            adapter = self._adapters.identity(request.adapter)
             if request.resumable:
-                return self._sessions.open(peer, request, self._wall)
+                return self._sessions.open(peer, request, adapter, self._wall)
             if request.text_output or request.prompt_token_ids is None:
                 self._text_requests[peer, request.request_id] = max(request.params.n, 1)
                 return [RenderText(peer, request)]
@@ -212,6 +226,7 @@ class FrontendCore:
                 request.cache_salt,
                 request.rank,
                 request.mm_features,
+                adapter,
             )
         except BadRequest as error:
             code, sentence = "invalid", str(error)
@@ -254,9 +269,19 @@ class FrontendCore:
             return [answer(asker, error=f"command_id {request.command_id} is not allowed; it must be 1 or more")]
         if isinstance(request.body, Shutdown):
             return self._shut_down(asker)
-        return self._commands.ask(
-            asker, request.body, request.deadline_s, request.ranks, self._requests.ranks, self._now
-        )
+        body = request.body
+        if isinstance(body, ListAdapters | FOR_EXECUTOR) and request.ranks is not None:
+            return [answer(asker, error=f"{type(body).__name__} is not for ranks; leave them out")]
+        if isinstance(body, ListAdapters):
+            return [answer(asker, value=self._adapters.usable)]
+        if isinstance(body, FOR_EXECUTOR):
+            return self._commands.ask_executor(asker, body, request.deadline_s, self._executor, self._now)
+        if isinstance(body, ComputedBlocks) and body.adapter:
+            try:
+                body = structs.replace(body, adapter=self._adapters.identity(body.adapter))
+            except (BadRequest, Unroutable) as error:
+                return [answer(asker, error=str(error))]
+        return self._commands.ask(asker, body, request.deadline_s, request.ranks, self._requests.ranks, self._now)
 
     def _shut_down(self, asker: tuple[Peer | None, int]) -> list[Effect]:
         """End the ranks, then the executor, then this process; other frontends are not this one's to end."""
@@ -315,10 +340,12 @@ class FrontendCore:
                 call.cache_salt,
                 call.rank,
                 [],
+                self._adapters.identity(call.adapter),
             )
-        except Unroutable as error:
-            self._counters.add("requests_refused/unavailable")
-            ended = RequestEnded(handle=0, reason="error", code="unavailable", message=str(error))
+        except (BadRequest, Unroutable) as error:
+            code = "invalid" if isinstance(error, BadRequest) else "unavailable"
+            self._counters.add(f"requests_refused/{code}")
+            ended = RequestEnded(handle=0, reason="error", code=code, message=str(error))
             return [Deliver(call.rank or 0, [Delivery(call.request_id, memoryview(b""), None, None, ended)])]
 
     # Seeds
@@ -332,6 +359,11 @@ class FrontendCore:
     def _child_seed(seed: int, index: int) -> int:
         """Children of a seeded request draw from consecutive seeds, as in vLLM's ParentRequest."""
         return (seed + index) % 2**63
+
+
+def _number(peer: Peer) -> int:
+    """What a rank, or the executor, is called where commands are asked of it."""
+    return EXECUTOR if peer.role == "executor" else peer.index
 
 
 def _connection(number: int) -> Peer:

@@ -8,12 +8,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
-from bus.messages import ExecutorStatus
+from bus.messages import Adapter, ExecutorStatus
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
 from frontend.metrics import EngineStatus, RankStats
@@ -27,7 +28,8 @@ class BusLLM(AsyncLLM):
     """The engine behind vLLM's HTTP server.
 
     `client` is its way to the bus; `ending` tells that it was shut down. With `timed`, the journal is told how long
-    outputs take up here. `sockets` are the WebSocket connections. `sight` is what the dashboard shows.
+    outputs take up here. `adapters` are those that requests may name. `sockets` are the
+    WebSocket connections. `sight` is what the dashboard shows.
     """
 
     sockets: SessionSockets
@@ -45,11 +47,14 @@ class BusLLM(AsyncLLM):
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.ending = False
+        self.adapters: dict[str, LoRARequest] = {}
+        self._adapter_ids: dict[str, int] = {}
         self.client = BusClient(
             post,
             self.fail,
             ranks=ranks,
             max_model_len=lambda: self.vllm_config.model_config.max_model_len,
+            adapters=self.adapters,
             timed=timed,
         )
         self._status = status
@@ -76,6 +81,7 @@ class BusLLM(AsyncLLM):
         self.sight.update(update, time.time())
         if update.executor is not None:
             self._limit_context(update.executor)
+            self._show_adapters(update.executor.adapters)
         if self._rank_stats is not None:
             for rank, stats in self._rank_stats.changes(update.loads):
                 self.client.record(rank, stats)
@@ -100,6 +106,13 @@ class BusLLM(AsyncLLM):
         self.sight.close()
         for request_id in list(self.output_processor.request_states):
             self.fail(request_id, RequestError("unavailable", "the frontend is ending; send the request again"))
+
+    def _show_adapters(self, loaded: list[Adapter]) -> None:
+        """Have `adapters` be those that are loaded. vLLM numbers them; equal ones keep their numbers."""
+        self.adapters.clear()
+        for adapter in loaded:
+            number = self._adapter_ids.setdefault(adapter.identity, len(self._adapter_ids) + 1)
+            self.adapters[adapter.name] = LoRARequest(adapter.name, number, adapter.path)
 
     def _limit_context(self, executor: ExecutorStatus) -> None:
         model_config = self.vllm_config.model_config

@@ -5,11 +5,13 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -71,7 +73,8 @@ class BusClient(EngineCoreClient):
     """One engine core to AsyncLLM; behind it, all ranks. All methods are called on the event loop.
 
     `post` sends a call over the seam. `on_failed(request_id, error)` is told of requests that ended with an error:
-    vLLM's outputs have no place for a sentence. With `timed`, a `Detokenised` is posted for each step's outputs.
+    vLLM's outputs have no place for a sentence.
+    `adapters` are those that are loaded, by name. With `timed`, a `Detokenised` is posted for each step's outputs.
     """
 
     def __init__(
@@ -81,11 +84,13 @@ class BusClient(EngineCoreClient):
         *,
         ranks: int,
         max_model_len: Callable[[], int],
+        adapters: Mapping[str, LoRARequest] = MappingProxyType({}),
         timed: bool = False,
     ) -> None:
         self._post = post
         self._on_failed = on_failed
         self._max_model_len = max_model_len
+        self._adapters = adapters
         self._timed = timed
         self._under_way: tuple[int, int, float] | None = None
         """Rank, step and time of the outputs that AsyncLLM was given last."""
@@ -120,6 +125,7 @@ class BusClient(EngineCoreClient):
                 priority=request.priority,
                 cache_salt=request.cache_salt or "",
                 rank=request.data_parallel_rank,
+                adapter=request.lora_request.lora_name if request.lora_request else "",
             )
         )
 
@@ -192,7 +198,7 @@ class BusClient(EngineCoreClient):
             del self._commands[call_id]
         name = type(body).__name__
         if result.error:
-            raise RequestError("unavailable", result.error)
+            raise RequestError(result.code or "unavailable", result.error)
         if result.missing:
             missing = ", ".join(str(rank) for rank in result.missing)
             raise RequestError("unavailable", f"{name}: no answer in time from ranks {missing}")
@@ -238,7 +244,7 @@ class BusClient(EngineCoreClient):
         return False
 
     async def list_loras_async(self) -> set[int]:
-        return set()
+        return {request.lora_int_id for request in self._adapters.values()}
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: the server stops the bus thread after the last response."""
@@ -248,7 +254,13 @@ _UNSUPPORTED = {
     "profiling": ("profile", "profile_async"),
     "sleeping": ("sleep", "sleep_async", "wake_up", "wake_up_async", "is_sleeping", "release_kv_cache_memory"),
     "releasing the KV cache": ("release_kv_cache_memory_async",),
-    "a LoRA adapter": ("add_lora", "add_lora_async", "remove_lora", "remove_lora_async", "list_loras"),
+    "vLLM's own way to load LoRA adapters": (
+        "add_lora",
+        "add_lora_async",
+        "remove_lora",
+        "remove_lora_async",
+        "list_loras",
+    ),
     "pinning a LoRA adapter": ("pin_lora", "pin_lora_async"),
     "changing weights": ("set_weight_version", "set_weight_version_async", "get_weight_version"),
     "a weight version": ("get_weight_version_async",),

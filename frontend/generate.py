@@ -15,6 +15,7 @@ def main(arguments: list[str]) -> int:
     wanted = options.add_mutually_exclusive_group()
     wanted.add_argument("--schema", type=Path, metavar="FILE", help="the answer is JSON that fits this JSON schema")
     wanted.add_argument("--regex", help="the answer matches this regular expression as a whole")
+    options.add_argument("--adapter", default="", help="the name of a LoRA adapter that is loaded")
     parsed, endpoint = parse(options, arguments)
     params = sampling(parsed)
     if parsed.regex is not None:
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     prompt = sys.stdin.read() if parsed.prompt is None else parsed.prompt
     try:
         with Client(endpoint) as client:
-            pieces = client.generate(prompt, request_id="text", **params)
+            pieces = client.generate(prompt, request_id="text", adapter=parsed.adapter, **params)
             show(pieces, lambda: client.abort("text"))
     except (EngineError, TimeoutError) as error:
         print(f"rankbus generate: {error}", file=sys.stderr)

@@ -155,12 +155,15 @@ def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
     return {
         "/v1/chat/completions": (ChatCompletionRequest,),
         "/v1/completions": (CompletionRequest,),
         "/v1/responses": (ResponsesRequest,),
+        "/v1/load_lora_adapter": (LoadLoRAAdapterRequest,),
+        "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest,),
         "/tokenize": get_args(TokenizeRequest),
         "/detokenize": (DetokenizeRequest,),
     }

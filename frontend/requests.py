@@ -88,13 +88,16 @@ class Requests:
         cache_salt: str,
         pinned: int | None,
         features: list[MultimodalFeature],
+        adapter: str,
     ) -> list[Effect]:
         """Start one sequence per element of `samplings`, all with the same prompt, numbered in that order.
+
+        `adapter` is the identity of an adapter, or empty.
 
         Raises:
             Unroutable: no rank can take them; nothing was started.
         """
-        hashes = block_hashes(prompt_token_ids, self._block_size, cache_salt)
+        hashes = block_hashes(prompt_token_ids, self._block_size, cache_salt, adapter=adapter)
         num_tokens = prompt_token_ids.nbytes // 4
         effects: list[Effect] = []
         for index, sampling in enumerate(samplings):
@@ -112,6 +115,7 @@ class Requests:
                 cache_salt=cache_salt,
                 block_hashes=memoryview(hashes),
                 mm_features=features,
+                adapter=adapter,
             )
             effects.append(Send(self._ranks[rank], message))
             self._counters.add("requests_started")
@@ -126,7 +130,7 @@ class Requests:
         prompt = first.tokens
         assert prompt is not None
         request = session.request
-        hashes = block_hashes(prompt, self._block_size, request.cache_salt)
+        hashes = block_hashes(prompt, self._block_size, request.cache_salt, adapter=session.adapter)
         rank, to_prefill = self._router.choose(first.length, hashes, request.rank)
         bus, index = session.client
         owner = None if session.over_seam else session.peer or Peer(bus, "client", index, 0)
@@ -148,6 +152,7 @@ class Requests:
             block_hashes=memoryview(hashes),
             resumable=True,
             mm_features=first.features,
+            adapter=session.adapter,
         )
         self._counters.add("sessions_started")
         return Send(self._ranks[rank], message)

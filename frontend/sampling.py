@@ -98,7 +98,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     params = request.sampling_params
     asked: dict[str, Any] = {
         "pooling": request.pooling_params,
-        "a LoRA adapter": request.lora_request,
         "multimodal input": request.mm_features,
         "a prompt of embeddings": request.prompt_embeds,
         "streaming input": request.resumable,

@@ -33,7 +33,10 @@ from bus.messages import (
 
 
 class AddCall(msgspec.Struct, frozen=True, kw_only=True):
-    """Start a request. `rank` pins it. Refused by an ended `Delivery` with reason error if it cannot be served."""
+    """Start a request. `rank` pins it. Refused by an ended `Delivery` with reason error if it cannot be served.
+
+    `adapter` is the name of an adapter, or empty.
+    """
 
     request_id: str
     prompt_token_ids: Ints
@@ -42,6 +45,7 @@ class AddCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     rank: int | None = None
+    adapter: str = ""
 
 
 class AbortCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,12 +162,16 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class CommandResult(msgspec.Struct, frozen=True):
-    """Effect: answer to a `CommandCall`. `error` is a sentence, or empty; `missing` as in `Reply`."""
+    """Effect: answer to a `CommandCall`. `error` is a sentence, or empty; `missing` as in `Reply`.
+
+    `code` is that of an executor's refusal, as in `Error`.
+    """
 
     call_id: int
     value: Any
     missing: list[int]
     error: str
+    code: str = ""
 
 
 class RenderText(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from prometheus_client import REGISTRY
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -19,6 +19,7 @@ from bus.config import Config, ConfigError
 from bus.log import get_logger
 from bus.model_files import ModelSource
 from frontend import parsers
+from frontend.adapter_models import served_models
 from frontend.bridge import Bridge
 from frontend.engine import BusLLM
 from frontend.metrics import BusCollector, EngineStatus, histograms
@@ -84,7 +85,7 @@ async def serve(
     )
     parsers.try_out(config, engine.renderer.get_tokenizer())
     log.info("vLLM's engine is built", seconds=round(time.monotonic() - start, 1))
-    texts = TextRequests(engine, post)
+    texts = TextRequests(engine, engine.adapters, post)
     sessions = SessionTexts(engine, post)
     engine.sockets = SessionSockets(sessions, post, config.allowed_origins)
 
@@ -108,9 +109,10 @@ async def serve(
     REGISTRY.register(collector)
     try:
         address = f"http://{args.host}:{args.port}"
-        shut_down = await build_and_serve(
-            engine, address, sock, args, timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, log_config=None
-        )
+        with served_models():
+            shut_down = await build_and_serve(
+                engine, address, sock, args, timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, log_config=None
+            )
         await shut_down
         if not engine.ending:
             raise RuntimeError("vLLM has ended its HTTP server: its output processing failed")
@@ -165,4 +167,6 @@ def _vllm_config(config: Config, args: Namespace) -> VllmConfig:
     # Set afterwards: vLLM would otherwise prepare to start and coordinate ranks of its own. Requests name one of them.
     vllm_config.parallel_config.data_parallel_size = config.ranks
     vllm_config.parallel_config.data_parallel_size_local = config.ranks
+    if config.max_loras:  # so that vLLM lets requests have adapters; how large they may be is the executor's to say
+        vllm_config.lora_config = LoRAConfig(max_loras=config.max_loras)
     return vllm_config

@@ -65,6 +65,7 @@ class Session:
     that is) to `appended` (the rank has them for later turns) to `running`. `context` is all that the turns before the
     running one have left; `turn` is the number of the running one or the last. `cut` is the token that the last turn
     sampled, and did not keep, when it ended for its length. `told` begins with the last turn's end that was sent.
+    `adapter` is the identity of its adapter, or empty.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Session:
     arrival_time: float
     peer: Peer | None
     over_seam: bool
+    adapter: str = ""
     unsent: deque[Input] = field(default_factory=deque)
     appended: deque[Input] = field(default_factory=deque)
     running: Input | None = None

@@ -69,8 +69,10 @@ class Sessions:
 
     # What clients ask
 
-    def open(self, peer: Peer, request: Generate, wall: float) -> list[Effect]:
+    def open(self, peer: Peer, request: Generate, adapter: str, wall: float) -> list[Effect]:
         """Open a session, with its first turn; `wall` is its arrival time, in seconds since the epoch.
+
+        `adapter` is the identity of the adapter that it names, or empty.
 
         Raises:
             BadRequest: it cannot be; the text says why.
@@ -86,6 +88,7 @@ class Sessions:
             peer=peer,
             over_seam=request.text_output or peer.bus == CONNECTIONS,
             arrival_time=wall,
+            adapter=adapter,
         )
         one, effects = self._input(session, request)
         self._by_client.setdefault(session.client, {})[session.request_id] = session

@@ -1,7 +1,7 @@
 """Serves the client bus's requests from or to text, through AsyncLLM: the core hands them up, and takes the answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from msgspec import structs
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import ChatParams
 from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -40,8 +41,10 @@ class _Progress:
 class TextRequests:
     """The unfinished text requests of the client bus, one task each. All methods are called on the event loop."""
 
-    def __init__(self, engine: EngineClient, post: Callable[[Call], None]) -> None:
+    def __init__(self, engine: EngineClient, adapters: Mapping[str, LoRARequest], post: Callable[[Call], None]) -> None:
+        """`adapters` are those that requests may name, as they are when it is asked."""
         self._engine = engine
+        self._adapters = adapters
         self._post = post
         self._tasks: dict[tuple[Peer, str], asyncio.Task[None]] = {}
 
@@ -86,8 +89,16 @@ class TextRequests:
         prompt = await self._render(request)
         progress.prompt_tokens = len(prompt["prompt_token_ids"])
         self._check_room(request, progress.prompt_tokens)
+        adapter = self._adapters.get(request.adapter)
+        if request.adapter and adapter is None:
+            raise RequestError("unavailable", f"adapter {request.adapter!r} is loaded no more")
         outputs = self._engine.generate(
-            prompt, params, request.request_id, priority=request.priority, data_parallel_rank=request.rank
+            prompt,
+            params,
+            request.request_id,
+            lora_request=adapter,
+            priority=request.priority,
+            data_parallel_rank=request.rank,
         )
         prompt_logprobs: Logprobs | None = None
         begun: set[int] = set()

@@ -53,6 +53,7 @@ class Open(_Ask, frozen=True, kw_only=True, tag="open"):
     priority: int = 0
     cache_salt: str = ""
     rank: int | None = None
+    adapter: str = ""
 
 
 class AppendInput(_Ask, frozen=True, kw_only=True, tag="append"):

@@ -202,6 +202,7 @@ class _Reading:
             priority=call.priority,
             cache_salt=call.cache_salt,
             rank=call.rank,
+            adapter=call.adapter,
         )
         self.arrivals.append(Arrival(at, request))
 

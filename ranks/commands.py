@@ -29,7 +29,7 @@ def _computed_blocks(scheduler: Scheduler, body: ComputedBlocks) -> int:
         prompt = pack_ints(body.prompt_token_ids)
     except OverflowError:
         raise Refused("prompt_token_ids has a number that is no token; tokens are below 2^31") from None
-    return scheduler.computed_tokens(prompt, body.cache_salt)
+    return scheduler.computed_tokens(prompt, body.cache_salt, body.adapter)
 
 
 SIMPLE: dict[type[Command], Callable[[Scheduler, Any], Any]] = {

@@ -17,6 +17,8 @@ from bus.counters import Counters
 from bus.log import get_logger
 from bus.messages import (
     AbortRequests,
+    Adapters,
+    AdaptersHeld,
     AddRequest,
     AppendInput,
     Command,
@@ -96,6 +98,10 @@ class RankCore:
         self._pause_waits_for_running = False
         self._draining = False
         self._deferred: list[_Deferred] = []
+        self._adapters = Adapters(number=0)
+        """What requests may have, as the executor said last."""
+        self._adapters_held: list[str] = []
+        """Others that unfinished requests have, as the executor was told last."""
         self._loads = LoadReports(counters)
         self._kv_number = 0
         self._kv_due = float("-inf")
@@ -108,6 +114,7 @@ class RankCore:
             StopTurn: self._stop_turn,
             AbortRequests: self._abort,
             CommandRequest: self._command,
+            Adapters: self._new_adapters,
             KvPool: self._new_pool,
             StepResult: self._step_result,
             Error: self._error,
@@ -162,6 +169,7 @@ class RankCore:
     def _peer_down(self, peer: Peer, reason: str) -> None:
         if peer.role == "executor":
             self._executor = self._pool = None
+            self._adapters, self._adapters_held = Adapters(number=0), []
             self._end_all(f"the executor was lost ({reason}) while the request ran on {self._name}; send it again")
             return
         del self._frontends[peer.index]
@@ -180,6 +188,24 @@ class RankCore:
                 self._begin_anew(f"{error.message}; send the request again")
             else:
                 self._counters.add("rank_stale_results")
+
+    # Adapters
+
+    def _new_adapters(self, _peer: Peer, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._tell_adapters()
+
+    def _tell_adapters(self) -> None:
+        self._adapters_held = self._held_adapters()
+        if self._executor is not None:
+            held = AdaptersHeld(number=self._adapters.number, identities=self._adapters_held)
+            self._send(self._executor, held)
+
+    def _held_adapters(self) -> list[str]:
+        """Those that unfinished requests have, and new ones may not."""
+        if self._scheduler is None:
+            return []
+        return [held for held in self._scheduler.adapters() if held not in self._adapters.identities]
 
     # The KV pool and steps
 
@@ -228,6 +254,8 @@ class RankCore:
         self._release()
         self._tell_turns()
         self._settle()
+        if self._adapters_held and self._held_adapters() != self._adapters_held:
+            self._tell_adapters()
         self._publish_kv()
         self._publish_load()
 
@@ -286,6 +314,8 @@ class RankCore:
             self._send(peer, Error(code="handle_in_use", message=message, request_id=request.request_id))
         elif scheduler is None:
             self._refuse(peer, request.handle, "unavailable", f"{self._name} has no executor to run requests on")
+        elif request.adapter and request.adapter not in self._adapters.identities:
+            self._refuse(peer, request.handle, "unavailable", f"{self._name} has not the adapter, or has it no more")
         elif self._draining:
             self._refuse(peer, request.handle, "unavailable", f"{self._name} is draining; it takes no new requests")
         else:
@@ -389,6 +419,8 @@ class RankCore:
 
     def _why_not(self, command: type[Command]) -> tuple[str, str]:
         """Code and sentence of what a command lacks, empty if nothing."""
+        if command not in SIMPLE and command not in self._on_command:
+            return "not_for_ranks", f"{command.__name__} is not for ranks"
         if command in SINGLE_STEP and not self._config.single_step:
             return "not_single_step", f"{command.__name__} is for single-step mode; set single_step = true"
         if self._scheduler is None:

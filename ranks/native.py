@@ -187,6 +187,9 @@ class NativeScheduler:
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
 
+    def adapters(self) -> list[str]:
+        return list(dict.fromkeys(request.adapter for request in self._by_key.values() if request.adapter))
+
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         request, session = self._session(frontend, turn.handle)
         if session.closing:
@@ -733,10 +736,10 @@ class NativeScheduler:
         running = int(self._batch.known[self._batch.running].sum())
         return self._waiting.num_tokens + self._sessions.num_tokens + running
 
-    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+    def computed_tokens(self, prompt: Ints, cache_salt: str, adapter: str) -> int:
         size = self._pool.block_size
-        names = split_hashes(block_hashes(prompt, size, cache_salt))[: max(prompt.nbytes // 4 - 1, 0) // size]
-        return len(self._blocks.find(names)) * size
+        names = split_hashes(block_hashes(prompt, size, cache_salt, adapter=adapter))
+        return len(self._blocks.find(names[: max(prompt.nbytes // 4 - 1, 0) // size])) * size
 
     def unfinished(self) -> int:
         return len(self._by_key) - self._sessions.num_idle
@@ -789,6 +792,7 @@ def _new_row(request: Request, blocks: Ints, cached: int) -> NewRow:
         block_ids=blocks,
         sampling=request.sampling,
         num_computed_tokens=cached,
+        adapter=request.adapter,
     )
 
 
@@ -801,6 +805,7 @@ def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
         block_ids=blocks,
         sampling=sampling_for_row(request.sampling, request.prompt_report),
         num_computed_tokens=cached,
+        adapter=request.adapter,
     )
 
 

@@ -61,7 +61,8 @@ class Request:
     `name` is its id in single-step mode: the request's own, made unique.
 
     `tokens` (int32) is all there is of it, prompt first, while it has no row; in a row they are the row's.
-    `names` are those of its full blocks, as far as they have been needed; the first hangs on `root`.
+    `names` are those of its full blocks, as far as they have been needed; the first hangs on `root`. `adapter` is the
+    identity of its adapter, or empty.
 
     Of a session, everything is about its turn, the `turn`th: the prompt is all that was kept of those before, and the
     turn's input; output is the turn's. Between turns it is about the next, whose input is yet to come.
@@ -80,6 +81,7 @@ class Request:
     limit: int
     tokens: Int32
     root: bytes
+    adapter: str = ""
     names: list[bytes] = field(default_factory=list)
     row: int = -1
     matcher: Matcher | None = None
@@ -138,7 +140,8 @@ def new_request(
         num_prompt=prompt.size,
         limit=min(prompt.size + message.sampling.max_tokens, max_len),
         tokens=tokens,
-        root=root_hash(message.cache_salt),
+        root=root_hash(message.cache_salt, message.adapter),
+        adapter=message.adapter,
         names=names if len(names) == prompt.size // block_size else [],
         features=message.mm_features,
         turn=message.turn,

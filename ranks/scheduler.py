@@ -89,6 +89,10 @@ class Scheduler(Protocol):
         """Whether the request is known: added, and not ended."""
         ...
 
+    def adapters(self) -> list[str]:
+        """The identities of the adapters that unfinished requests have, each once."""
+        ...
+
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         """Queue a session's next turn, or close it; returns its end if that comes at once. `now` as in `add`.
 
@@ -185,8 +189,11 @@ class Scheduler(Protocol):
         """Tokens of all requests, prompt and output."""
         ...
 
-    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
-        """How many tokens of a prompt the prefix cache holds; the last one always has to be computed."""
+    def computed_tokens(self, prompt: Ints, cache_salt: str, adapter: str) -> int:
+        """How many tokens of a prompt the prefix cache holds; the last one always has to be computed.
+
+        `adapter` is the identity of an adapter, or empty.
+        """
         ...
 
     def unfinished(self) -> int:

@@ -104,7 +104,7 @@ def _choices(spec: str) -> list[str]:
 
 def _block_hasher(request: AddRequest, block_size: int) -> BlockHasher:
     """Names the full blocks a request has got since the last call. The prompt's come with the request."""
-    root = root_hash(request.cache_salt)
+    root = root_hash(request.cache_salt, request.adapter)
     given = split_hashes(request.block_hashes)
     if len(given) != request.prompt_token_ids.nbytes // 4 // block_size:
         given = []

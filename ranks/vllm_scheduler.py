@@ -101,6 +101,8 @@ class _Entry:
     """Tokens of the turn's output."""
     prompt_report: PromptReport | None = None
     """Where log-probabilities of the prompt are asked for: which of them were told."""
+    adapter: str = ""
+    """The identity of its adapter."""
 
 
 class _Step(NamedTuple):
@@ -227,6 +229,7 @@ class VllmScheduler:
         entry.prompt_report = PromptReport.for_request(request)
         entry.num_prompt = vllm.num_prompt_tokens
         entry.num_output = vllm.num_output_tokens
+        entry.adapter = request.adapter
         self._by_id[vllm.request_id] = self._by_key[frontend, request.handle] = self._by_name[name] = entry
         self._vllm.add_request(vllm)
         if request.sampling.grammar is not None and not self._config.single_step:
@@ -249,6 +252,9 @@ class VllmScheduler:
 
     def has(self, frontend: int, handle: int) -> bool:
         return (frontend, handle) in self._by_key
+
+    def adapters(self) -> list[str]:
+        return list(dict.fromkeys(entry.adapter for entry in self._by_key.values() if entry.adapter))
 
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         entry = self._by_key.get((frontend, turn.handle))
@@ -602,10 +608,11 @@ class VllmScheduler:
     def token_count(self) -> int:
         return sum(request.num_tokens for request in self._vllm.requests.values())
 
-    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+    def computed_tokens(self, prompt: Ints, cache_salt: str, adapter: str) -> int:
         self._take_events()
         size = self._pool.block_size
-        names = split_hashes(block_hashes(prompt, size, cache_salt))[: max(prompt.nbytes // 4 - 1, 0) // size]
+        names = split_hashes(block_hashes(prompt, size, cache_salt, adapter=adapter))
+        names = names[: max(prompt.nbytes // 4 - 1, 0) // size]
         cached = 0
         while cached < len(names) and names[cached] in self._names:
             cached += 1
@@ -663,6 +670,7 @@ def _new_row(entry: _Entry, blocks: list[int], num_computed: int) -> NewRow:
         block_ids=pack_ints(blocks),
         sampling=sampling_of(entry.vllm),
         num_computed_tokens=num_computed,
+        adapter=entry.adapter,
     )
 
 
@@ -675,6 +683,7 @@ def _resume_row(entry: _Entry, blocks: list[int], num_computed: int) -> ResumeRo
         block_ids=pack_ints(blocks),
         sampling=sampling_for_row(sampling_of(entry.vllm), entry.prompt_report),
         num_computed_tokens=num_computed,
+        adapter=entry.adapter,
     )
 
 

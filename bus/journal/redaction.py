@@ -110,7 +110,9 @@ class Redactor:
                 fields[TRUE_NAMES] = fields["block_hashes"]
                 salt = fields.get("cache_salt", "")
                 features = msgspec.convert(fields.get("mm_features", []), list[MultimodalFeature])
-                fields["block_hashes"] = block_hashes(fields["prompt_token_ids"], self._block_size, salt, features)
+                fields["block_hashes"] = block_hashes(
+                    fields["prompt_token_ids"], self._block_size, salt, features, fields.get("adapter", "")
+                )
             return fields
         return value
 

@@ -18,6 +18,7 @@ from executor.attention import Attention, Plan, View
 from executor.kernels import products
 from executor.mesh import MODEL
 from executor.models import parts
+from executor.models.lora import Added
 from executor.models.parts import Parting
 from executor.shards import Array
 
@@ -99,8 +100,12 @@ class Linear(Matrix):
     and all get the sum.
     """
 
+    added: Added | None = None
+    """What adapters add in the step that is being computed."""
+
     def __init__(self, inputs: int, outputs: int, build: Build, parting: Parting | None, bias: bool = False) -> None:
         super().__init__((inputs, outputs), build, parting)
+        self.inputs, self.outputs, self.parting = inputs, outputs, parting
         self.sums = parting is not None and parting.axis == 0
         assert not (bias and self.sums), "every device would add it"
         self.bias = parameter((outputs,), build.dtype, parting and parting.along(0)) if bias else None
@@ -112,7 +117,8 @@ class Linear(Matrix):
 def together(x: Array, *linears: Linear) -> list[Array]:
     """What each of `linears` makes of x."""
     results = []
-    for linear, result in zip(linears, products.matmuls(x, [linear.weight for linear in linears]), strict=True):
+    for linear, product in zip(linears, products.matmuls(x, [linear.weight for linear in linears]), strict=True):
+        result = product if linear.added is None else linear.added.to(product, x)
         whole = lax.psum(result, MODEL) if linear.sums else result
         results.append(whole if linear.bias is None else whole + linear.bias[...])
     return results
@@ -158,7 +164,10 @@ class GatedMlp(nnx.Module):
         self.activation = facts.activation
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(products.gated(self.activation, x, self.gate_proj.weight, self.up_proj.weight))
+        if self.gate_proj.added is None:
+            return self.down_proj(products.gated(self.activation, x, self.gate_proj.weight, self.up_proj.weight))
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(products.activate(self.activation, gate) * up)
 
 
 class SelfAttention(nnx.Module):

@@ -26,6 +26,7 @@ class _Row:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     pending: int = 0
+    adapter: int = 0
 
 
 class Driver:
@@ -47,12 +48,21 @@ class Driver:
             self._random.shuffle(blocks)
 
     def start(
-        self, where: Where, prompt: Sequence[int], sampling: Sampling = GREEDY, output: Sequence[int] = ()
+        self,
+        where: Where,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        output: Sequence[int] = (),
+        adapter: int = 0,
     ) -> None:
-        """Set a row up, with output that it had before."""
+        """Set a row up, with output that it had before; `adapter` is a slot, 0 is none."""
         self.stop(where)
-        self.rows[where] = _Row([*prompt, *output])
+        self.rows[where] = _Row([*prompt, *output], adapter=adapter)
         self._set_up(where, 0, [*prompt, *output], len(prompt), sampling)
+
+    def load(self, slot: int, folder: Path, name: str = "adapter") -> None:
+        """Put the adapter in a folder into a slot."""
+        self.runner.place_adapter(slot, self.runner.read_adapter(name, str(folder)))
 
     def resume(self, where: Where, drop: int, tokens: Sequence[int], sampling: Sampling = GREEDY) -> None:
         """A session's next turn."""
@@ -212,4 +222,5 @@ class Driver:
 
     def _set_up(self, where: Where, start: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling) -> None:
         row = where[0] * self.config.max_num_seqs + where[1]
-        self._setups.append(RowSetup(row, start, np.array(tokens, np.int32), prompt_len, sampling))
+        adapter = self.rows[where].adapter
+        self._setups.append(RowSetup(row, start, np.array(tokens, np.int32), prompt_len, sampling, adapter))

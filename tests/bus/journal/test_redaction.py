@@ -27,7 +27,8 @@ from tests.journals import INCARNATION, Nothing, Recording, model
 
 VOCAB = 50_000
 OPEN = frozenset({"bus", "code", "command", "error", "kind", "message", "model", "name", "pause_state", "reason"}) | {
-    *("host", "programs", "request_id", "request_ids", "role", "schema", "stop_reason", "type")
+    *("adapter", "fault", "identities", "identity", "path"),
+    *("host", "programs", "request_id", "request_ids", "role", "schema", "stop_reason", "type"),
 }
 """Fields of text that a redacted journal may have: names, codes, and sentences of the engine itself."""
 

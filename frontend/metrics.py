@@ -35,6 +35,8 @@ LABELS = {
     "inputs_refused": ("code",),
     "requests_ended": ("reason",),
     "requests_refused": ("code",),
+    "scheduler_accepted_tokens_per_pos": ("position",),
+    "scheduler_draft_tokens_per_pos": ("position",),
     "sessions_ended": ("reason",),
     "turns_ended": ("reason",),
 }
@@ -105,6 +107,7 @@ def _scheduler_stats(load: Load, last: Load | None) -> SchedulerStats:
             num_drafts=_increase("scheduler_drafts", load, last),
             num_draft_tokens=_increase("scheduler_draft_tokens", load, last),
             num_accepted_tokens=_increase("scheduler_accepted_tokens", load, last),
+            num_accepted_tokens_per_pos=_increases("scheduler_accepted_tokens_per_pos", load, last),
         ),
     )
 
@@ -113,6 +116,12 @@ def _increase(name: str, load: Load, last: Load | None) -> int:
     total = load.counters.get(name, 0.0)
     before = last.counters.get(name, 0.0) if last is not None else 0.0
     return int(total - before if total >= before else total)  # a smaller total is that of a rank started anew
+
+
+def _increases(name: str, load: Load, last: Load | None) -> list[int]:
+    """Of totals whose names end with places, by place."""
+    places = [int(key.partition("/")[2]) for key in load.counters if key.startswith(f"{name}/")]
+    return [_increase(f"{name}/{place}", load, last) for place in range(max(places, default=-1) + 1)]
 
 
 def histograms() -> tuple[Histogram, Histogram]:

@@ -26,6 +26,7 @@ OF_RANKS = frozenset(
         "vllm:prefix_cache_queries",
         "vllm:prompt_tokens_cached_by_source",
         "vllm:spec_decode_num_accepted_tokens",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
         "vllm:spec_decode_num_draft_tokens",
         "vllm:spec_decode_num_drafts",
     }
@@ -90,8 +91,17 @@ class _Drafts:
             )
         )
 
+        self._labels = per_engine_labelvalues
+        self._accepted_per_pos = self._counter_cls(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Number of draft tokens that were right, by their place among those of a request in a step, from 0.",
+            labelnames=[*labelnames, "position"],
+        )
+
     def observe(self, stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count what a rank tells."""
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            self._accepted_per_pos.labels(*self._labels[engine_idx], str(position)).inc(count)
         self._drafts[engine_idx].inc(stats.num_drafts)
         self._tokens[engine_idx].inc(stats.num_draft_tokens)
         self._accepted[engine_idx].inc(stats.num_accepted_tokens)

@@ -6,6 +6,32 @@ from bus.counters import Counters
 from ranks.request import Request
 
 
+class DraftCounts:
+    """What became of drafts, also by their places: the first after a row's last token, the second, and so on."""
+
+    def __init__(self) -> None:
+        self._counts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+        self._tried: list[int] = []
+        self._accepted: list[int] = []
+
+    def take(self, num_drafts: int, num_accepted: int) -> None:
+        """A row's drafts have been judged."""
+        self._counts["num_drafts"] += 1
+        self._counts["num_draft_tokens"] += num_drafts
+        self._counts["num_accepted_tokens"] += num_accepted
+        for places, count in ((self._tried, num_drafts), (self._accepted, num_accepted)):
+            places.extend([0] * (num_drafts - len(places)))
+            for place in range(count):
+                places[place] += 1
+
+    def report(self) -> dict[str, Any] | None:
+        """All that was taken; None if that is nothing."""
+        if not self._counts["num_drafts"]:
+            return None
+        per_place = {"num_accepted_tokens_per_pos": self._accepted, "num_draft_tokens_per_pos": self._tried}
+        return self._counts | per_place
+
+
 class Statistics:
     """Counts since the last report. Totals go to the process's counters as well."""
 
@@ -16,7 +42,7 @@ class Statistics:
     def _clear(self) -> None:
         self._fresh = [0, 0, 0]
         self._again = [0, 0, 0]
-        self._drafts = [0, 0, 0]
+        self._drafts = DraftCounts()
         self._preemptions = 0
 
     def scheduled(self, num_tokens: int) -> None:
@@ -46,9 +72,11 @@ class Statistics:
         self._counters.add("scheduler_drafts")
         self._counters.add("scheduler_draft_tokens", num_drafts)
         self._counters.add("scheduler_accepted_tokens", num_accepted)
-        self._drafts[0] += 1
-        self._drafts[1] += num_drafts
-        self._drafts[2] += num_accepted
+        for place in range(num_drafts):
+            self._counters.add(f"scheduler_draft_tokens_per_pos/{place}")
+        for place in range(num_accepted):
+            self._counters.add(f"scheduler_accepted_tokens_per_pos/{place}")
+        self._drafts.take(num_drafts, num_accepted)
 
     def generated(self, num_delivered: int, num_dropped: int) -> None:
         """A step's tokens have come; those dropped were for requests that had left their rows."""
@@ -79,12 +107,6 @@ class Statistics:
         """Everything since the last report."""
         requests, queries, hits = self._fresh
         again_requests, again_queries, again_hits = self._again
-        num_drafts, num_draft_tokens, num_accepted_tokens = self._drafts
-        drafts = {
-            "num_drafts": num_drafts,
-            "num_draft_tokens": num_draft_tokens,
-            "num_accepted_tokens": num_accepted_tokens,
-        }
         report = {
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
@@ -98,7 +120,7 @@ class Statistics:
                 "preempted_queries": again_queries,
                 "preempted_hits": again_hits,
             },
-            "spec_decoding_stats": drafts if num_drafts else None,
+            "spec_decoding_stats": self._drafts.report(),
             "kv_connector_stats": None,
         }
         self._clear()

@@ -130,7 +130,7 @@ class _Hooks:
         request_id: str,
     ) -> None:
         invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
-        self.statistics.take_draft(num_draft_tokens - invalid, num_accepted_tokens)
+        self.statistics.drafts.take(num_draft_tokens - invalid, num_accepted_tokens)
 
 
 class _Sync(_Hooks, SyncScheduler): ...

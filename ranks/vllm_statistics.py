@@ -4,6 +4,8 @@ from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 
+from ranks.statistics import DraftCounts
+
 _PREFIX = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -15,18 +17,13 @@ class Statistics:
 
     def _clear(self) -> None:
         self._prefix = dict.fromkeys(_PREFIX, 0)
-        self._drafts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+        self.drafts = DraftCounts()
         self._preemptions = 0
 
     def take_step(self, stats: SchedulerStats) -> None:
         """Add what vLLM handed out (and has cleared on its side)."""
         for name in _PREFIX:
             self._prefix[name] += getattr(stats.prefix_cache_stats, name)
-
-    def take_draft(self, num_draft: int, num_accepted: int) -> None:
-        self._drafts["num_drafts"] += 1
-        self._drafts["num_draft_tokens"] += num_draft
-        self._drafts["num_accepted_tokens"] += num_accepted
 
     def take_preemption(self) -> None:
         self._preemptions += 1
@@ -40,7 +37,7 @@ class Statistics:
             "kv_cache_usage": stats.kv_cache_usage,
             "num_preemptions": self._preemptions,
             "prefix_cache_stats": self._prefix,
-            "spec_decoding_stats": self._drafts if self._drafts["num_drafts"] else None,
+            "spec_decoding_stats": self.drafts.report(),
             "kv_connector_stats": None,
         }
         self._clear()

@@ -72,6 +72,8 @@ class ToyCore:
                     "scheduler_drafts": 5.0,
                     "scheduler_draft_tokens": 20.0,
                     "scheduler_accepted_tokens": 15.0,
+                    "scheduler_accepted_tokens_per_pos/0": 9.0,
+                    "scheduler_accepted_tokens_per_pos/1": 6.0,
                 },
             )
             for rank in range(2)

@@ -298,6 +298,8 @@ def test_single_step_mode(single: RankUnderTest) -> None:
         "num_drafts": 1,
         "num_draft_tokens": 1,
         "num_accepted_tokens": 1,
+        "num_accepted_tokens_per_pos": [1],
+        "num_draft_tokens_per_pos": [1],
     }
     assert single.tokens(single.handle) == [9, 5, 6]
 

@@ -6,7 +6,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError
 
 _STATUS = {
     "invalid": HTTPStatus.BAD_REQUEST,
-    "unsupported": HTTPStatus.NOT_IMPLEMENTED,
+    "unsupported": HTTPStatus.BAD_REQUEST,  # not 501: clients send what fails with 5xx again
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 

@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BaseModel
 
 from bus.log import get_logger
+from frontend.ignored import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, fault_of
 
 log = get_logger()
 
@@ -28,9 +29,9 @@ _ERROR_EVENT = b'data: {"error": '
 class StrictRequests:
     """ASGI middleware.
 
-    vLLM ignores parameters it does not know; a misspelt one is refused here. And vLLM starts a streamed response
-    before it has looked at the request, so that a refusal would come with status 200: the start is held back until
-    the first event is there, and an error that is the first event becomes the response.
+    vLLM ignores parameters it does not know; a misspelt one is refused here, and one that this engine would ignore. And
+    vLLM starts a streamed response before it has looked at the request, so that a refusal would come with status 200:
+    the start is held back until the first event is there, and an error that is the first event becomes the response.
     """
 
     def __init__(self, app: App) -> None:
@@ -50,9 +51,9 @@ class StrictRequests:
         if scope["path"] not in _request_types():
             await self._app(scope, _replay(messages, receive), send)
             return
-        unknown = _unknown_parameter(scope["path"], body)
-        if unknown is not None:
-            await _respond(send, 400, _refusal(scope["path"], unknown))
+        refusal = _refusal(scope["path"], body)
+        if refusal is not None:
+            await _respond(send, 400, refusal)
             return
         await self._app(scope, _replay(messages, receive), _HeldStart(send))
 
@@ -122,20 +123,26 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
     return replay
 
 
-def _unknown_parameter(path: str, body: bytes) -> str | None:
-    """A name in the body that no request type of this path has. A body that is no JSON object is vLLM's to refuse."""
+def _refusal(path: str, body: bytes) -> Any | None:
+    """What is answered to a body with a parameter that this path does not have, or that would be ignored.
+
+    A body that is no JSON object is vLLM's to refuse.
+    """
     try:
-        names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return None
-    return next((name for name in names if name not in _parameters(path)), None)
-
-
-def _refusal(path: str, unknown: str) -> Any:
-    known = sorted(_parameters(path))
-    close = difflib.get_close_matches(unknown, known, n=1)
-    allowed = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-    return _error(400, f"{unknown!r} is not a parameter of {path}; {allowed}", unknown)
+    known = _parameters(path)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, known, n=1)
+        allowed = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
+        return _error(400, f"{unknown!r} is not a parameter of {path}; {allowed}", unknown)
+    ignored = fault_of(path, given)
+    if ignored is not None:
+        name, sentence = ignored
+        return _error(400, sentence, name)
+    return None
 
 
 def _error(status: int, message: str, parameter: str | None = None) -> Any:
@@ -152,6 +159,7 @@ async def _respond(send: Send, status: int, content: Any) -> None:
 @cache
 def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
     """The types of the bodies that are checked, by path."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -159,9 +167,11 @@ def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
     return {
-        "/v1/chat/completions": (ChatCompletionRequest,),
-        "/v1/completions": (CompletionRequest,),
-        "/v1/responses": (ResponsesRequest,),
+        CHAT: (ChatCompletionRequest,),
+        COMPLETIONS: (CompletionRequest,),
+        RESPONSES: (ResponsesRequest,),
+        MESSAGES: (AnthropicMessagesRequest,),
+        COUNT_TOKENS: (AnthropicCountTokensRequest,),
         "/v1/load_lora_adapter": (LoadLoRAAdapterRequest,),
         "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest,),
         "/tokenize": get_args(TokenizeRequest),

@@ -160,12 +160,13 @@ class Engine:
         """The start of a process that runs, or ran last without being stopped."""
         return self._processes[name]
 
-    def start(self, *names: str) -> None:
-        """Start these processes, or all."""
+    def start(self, *names: str, **settings: str) -> None:
+        """Start these processes, or all, with `settings` that no other process has."""
+        environment = self._environment | {f"RANKBUS_{key.upper()}": value for key, value in settings.items()}
         for name in names or self.names:
             if name in self._processes:
                 raise AssertionError(f"{name} was started before and not stopped")
-            self._processes[name] = EngineProcess(name, self._environment)
+            self._processes[name] = EngineProcess(name, environment)
 
     def stop(self, *names: str, by: signal.Signals = signal.SIGTERM) -> dict[str, int]:
         """End these processes, or all, and wait until they have; returns their exit codes."""

@@ -143,7 +143,7 @@ def test_abort_is_of_known_requests_and_silences_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("invalid", 400), ("unsupported", 501), ("unavailable", 503), ("internal", 500), ("", 500)]
+    ("code", "status"), [("invalid", 400), ("unsupported", 400), ("unavailable", 503), ("internal", 500), ("", 500)]
 )
 def test_errors_go_past_vllms_outputs(code: str, status: int) -> None:
     async def main() -> None:
@@ -243,4 +243,4 @@ def test_every_method_works_or_is_refused_with_a_sentence(name: str) -> None:
         return
     with pytest.raises(RequestError, match="is not supported by this engine") as caught:
         method(Seam().client)
-    assert caught.value.http_status == 501
+    assert caught.value.http_status == 400

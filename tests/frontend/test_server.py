@@ -338,7 +338,19 @@ def test_prompt_logprobs(server: Server) -> None:
             "disable_additional_properties is not supported",
         ),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": -2}, 400, "`prompt_logprobs` must be"),
-        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"a": 1}}, 501, "`vllm_xargs`"),
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"a": 1}}, 400, "`vllm_xargs`"),
+        ("/v1/completions", {"prompt": "a", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1]}, 400, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": "a", "routed_experts_prompt_start": 1}, 400, "routed_experts_prompt_start"),
+        ("/v1/completions", {"prompt": "a", "thinking_token_budget": 5}, 400, "thinking_token_budget"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "'best_of' is not a parameter"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/v1/completions", {"prompt": "a", "seed": 1, "use_beam_search": True}, 400, "seed is not supported with use"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "watermarking": True}, 400, "waterm"),
+        ("/v1/responses", {"input": "a", "max_tool_calls": 1}, 400, "max_tool_calls"),
+        ("/v1/responses", {"input": "a", "background": True}, 400, "background"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 404, "resp_1"),
+        ("/v1/messages", {"model": "tiny", "messages": [], "max_tokens": 1, "topp": 1}, 400, "did you mean 'top_p'?"),
         ("/v1/completions", {"prompt": "a", "priority": REFUSED}, 400, "the toy refuses this"),
     ],
 )
@@ -347,6 +359,12 @@ def test_refused_at_once(server: Server, path: str, body: Any, status: int, sent
     answer = json.loads(response.read())
     assert response.status == status == answer["error"]["code"]
     assert sentence in answer["error"]["message"]
+
+
+def test_more_beams_than_there_are_log_probabilities_for(server: Server) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": "a", "n": 11, "use_beam_search": True})
+    assert (status, answer["error"]["code"]) == (400, 400)
+    assert "max allowed: 20" in answer["error"]["message"]
 
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -451,6 +469,9 @@ def test_metrics(server: Server) -> None:
     for name, count in (("drafts", 5), ("draft_tokens", 20), ("accepted_tokens", 15)):
         (drafts,) = (line for line in metrics if line.startswith(f'vllm:spec_decode_num_{name}_total{{engine="1"'))
         assert float(drafts.split()[1]) == count * starts
+    for position, count in enumerate((9, 6)):
+        labels = f'engine="1",model_name="tiny",position="{position}",rank="1"'
+        assert f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count * starts}" in metrics
     assert any(line.startswith('vllm:generation_tokens_total{engine="0"') for line in metrics)
     assert [line for line in metrics if "engine=" in line and "rank=" not in line] == []
     assert 'rankbus_bus_rejected_frames_total{bus="client",process="frontend/0",reason="invalid"} 2.0' in metrics

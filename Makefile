@@ -2,7 +2,7 @@
 # make test    set up what is missing and run the tests                (T=tests/bus runs some of them)
 # make fuzz    the native scheduler against vLLM's on 10,000 traces    (N=1000 plays fewer)
 # make soak    200 sessions with a KV pool for a quarter of them, then 8 on the embedded model
-# make fuzz-sessions   sessions against a model of them, on 1,000 traces (N=100 plays fewer)
+# make fuzz-sessions   sessions against a model of them, on 1,000 traces of each kind (N=100 plays fewer)
 # make lint    ruff and mypy
 # make bench-scheduler   time a step without the model, beside the peers
 # make aot     compile every model's steps for several TPUs, and show what they cost

@@ -8,9 +8,11 @@ says what each turn must give and leave: the toy model's next token hangs on all
 
 import argparse
 import random
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,17 @@ from bus.wire import pack_ints, unpack_ints
 from ranks.grammars import Grammars, Matcher
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
-from tests.ranks.toy import GRAMMARS, VOCAB, NextToken, ToyExecutor, allowed_token, next_token, request
+from tests.ranks.toy import (
+    GRAMMARS,
+    VOCAB,
+    NextToken,
+    ToyExecutor,
+    allowed_token,
+    next_repeating,
+    next_token,
+    request,
+    write_vocabulary,
+)
 from tests.tiny_model import EOS
 
 MAX_MODEL_LEN = 64
@@ -483,14 +495,31 @@ def play(make: Callable[[int], SessionTrace], seeds: range, num_sessions: int, n
     return totals
 
 
+def with_drafts(seed: int, **options: Any) -> SessionTrace:
+    """A life with drafts from here or there, as many as the seed says, and tokens that repeat themselves."""
+    source = ("ngram", "ngram", "model")[seed % 3]
+    settings = {"speculation": source, "num_speculative_tokens": 1 + seed % 5, "prompt_lookup_min": 1}
+    return SessionTrace(seed, next_token=next_repeating, **settings, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=int, default=1000)
+    parser.add_argument("--traces", type=int, default=1000, help="of each kind")
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.traces)
-    for what, count in play(SessionTrace, seeds, num_sessions=8, num_turns=25).items():
-        print(f"{what:14} {count:8}")
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = write_vocabulary(Path(folder) / "model")
+        kinds: dict[str, Callable[[int], SessionTrace]] = {
+            "plain": SessionTrace,
+            "with drafts": with_drafts,
+            "with grammars": partial(SessionTrace, vocabulary=vocabulary),
+            "with grammars and drafts": partial(with_drafts, vocabulary=vocabulary),
+        }
+        for kind, make in kinds.items():
+            print(f"{kind}:")
+            for what, count in play(make, seeds, num_sessions=8, num_turns=25).items():
+                print(f"  {what:14} {count:8}", flush=True)
 
 
 if __name__ == "__main__":

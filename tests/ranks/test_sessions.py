@@ -17,7 +17,7 @@ from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints
 from ranks.native import NativeScheduler
 from ranks.scheduler import Refused
-from tests.ranks.session_traces import SessionTrace, play, refusal
+from tests.ranks.session_traces import SessionTrace, play, refusal, with_drafts
 from tests.ranks.toy import VOCAB, next_repeating, next_token, request
 
 EVERY_TOKEN = list(range(VOCAB))
@@ -55,13 +55,7 @@ def test_random_sessions() -> None:
 @pytest.mark.timeout(300)
 def test_random_sessions_with_drafts() -> None:
     """Turns end in the middle of drafts that are right, and while drafts are in flight."""
-
-    def life(seed: int) -> SessionTrace:
-        source = ("ngram", "ngram", "model")[seed % 3]
-        settings = {"speculation": source, "num_speculative_tokens": 1 + seed % 5, "prompt_lookup_min": 1}
-        return SessionTrace(seed, next_token=next_repeating, **settings)
-
-    happened = play(life, range(25), num_sessions=8, num_turns=25)
+    happened = play(with_drafts, range(25), num_sessions=8, num_turns=25)
     del happened["masked"], happened["bad"]
     assert min(happened.values()) >= 10, happened
 

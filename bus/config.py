@@ -106,8 +106,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Most drafts of a request in a step."""
     prompt_lookup_min: Positive = 2
     """How many last tokens must stand elsewhere in a request for what follows there to be tried."""
-    prompt_lookup_max: Positive = 4
-    """So many are looked at: where more of them agree is preferred."""
+    prompt_lookup_max: Positive = 7
+    """So many are looked at: where more of them agree is preferred, and where fewer do, no more drafts are tried than
+    that."""
 
     # LoRA adapters
     max_loras: Annotated[int, Meta(ge=0, le=1024)] = 0

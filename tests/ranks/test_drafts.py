@@ -22,11 +22,12 @@ def lookup(**settings: Any) -> PromptLookup:
 @pytest.mark.parametrize(
     ("tokens", "found"),
     [
-        ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3, 4, 5, 6, 7]),
-        ([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], [5, 6, 1, 2, 5]),  # the last place; and the drafts go on as they began
-        ([9, 1, 2, 3, 4, 0, 8, 1, 2, 5, 6, 0, 9, 1, 2], [3, 4, 0, 8, 1]),  # more agree further back
-        ([7, 7, 7], [7, 7, 7, 7, 7]),
-        ([1, 2, 1, 2, 1], [2, 1, 2, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3, 4]),  # no more than agree
+        ([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], [5, 6]),  # the last place
+        ([9, 1, 2, 3, 4, 0, 8, 1, 2, 5, 6, 0, 9, 1, 2], [3, 4, 0]),  # more agree further back
+        ([7, 7, 7], [7, 7]),
+        ([1, 2, 1, 2, 1], [2, 1, 2]),  # the drafts go on as they began
+        ([*range(1, 8), 0, *range(1, 8), 9, *range(1, 8)], [9, 1, 2, 3, 4]),  # all that are looked at agree
         ([1, 2, 3, 4, 2], []),  # one token is not enough
         ([1, 2, 3, 4, 5], []),
         ([1], []),
@@ -55,6 +56,27 @@ def test_wrong_drafts_make_the_next_ones_fewer() -> None:
     subject.judged(3, 0)
     subject.begin(3)
     assert len(subject.drafts(3, tokens, 99)) == 5
+
+
+def test_rows_rest_where_nothing_is_right() -> None:
+    subject, tokens = lookup(), np.full(9, 7, np.int32)
+
+    def tries(right: int, count: int) -> list[int]:
+        """Steps from one try to the next, with so many right in each."""
+        waits = []
+        for _ in range(count):
+            waits.append(1)
+            while not subject.drafts(1, tokens, 99):
+                waits[-1] += 1
+            subject.judged(1, right)
+        return waits
+
+    assert tries(0, 9) == [1, 1, 2, 4, 8, 16, 32, 64, 64]
+    assert tries(1, 3) == [64, 1, 1]
+    assert tries(0, 3) == [1, 1, 2]
+    subject.begin(1)
+    assert tries(0, 3) == [1, 1, 2]
+    assert subject.drafts(2, tokens, 99) == [7] * 5
 
 
 def tried(**options: Any) -> NativeScheduler:
@@ -115,8 +137,8 @@ def test_what_comes_after_the_end_is_dropped_with_its_log_probabilities() -> Non
 
 
 def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="prompt_lookup_min: 5 is not allowed; it must be at most prompt_lookup_max"):
-        load({"prompt_lookup_min": "5"}, {})
+    with pytest.raises(ConfigError, match="prompt_lookup_min: 8 is not allowed; it must be at most prompt_lookup_max"):
+        load({"prompt_lookup_min": "8"}, {})
     with pytest.raises(ConfigError, match="speculation: 'ngram' is not allowed with scheduler vllm"):
         load({"speculation": "ngram", "scheduler": "vllm"}, {})
     with pytest.raises(ConfigError, match="draft_model: '' is not allowed with speculation model; it must be a folder"):

@@ -67,6 +67,7 @@ class FrontendCore:
         `seed_key` is random bytes of this start, from which seeds of unseeded requests are derived.
         """
         self._limits = limits
+        self._by_priority = config.policy == "priority"
         self._seed_key = seed_key
         self._seeds_drawn = 0
         self._counters = Counters()
@@ -248,8 +249,13 @@ class FrontendCore:
             raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
         if request.mm_features and request.text_output and not request.resumable:
             raise BadRequest("mm_features are for requests of tokens: set text_output to false")
+        self._check_priority(request.priority)
         if not self._was_ready:
             raise Unroutable("the engine is not ready: it needs an executor and a rank; try again soon")
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self._by_priority:
+            raise BadRequest(f"priority {priority} would change nothing with policy fcfs; leave it out")
 
     def _abort(self, peer: Peer, abort: Abort) -> list[Effect]:
         if self._sessions.find(peer, abort.request_id) is not None:
@@ -330,6 +336,7 @@ class FrontendCore:
 
     def _add(self, call: AddCall) -> list[Effect]:
         try:
+            self._check_priority(call.priority)
             return self._requests.add(
                 None,
                 call.request_id,

@@ -19,9 +19,9 @@ SAMPLING = m.Sampling(seed=1, max_tokens=5)
 class Engine:
     """A core with two ranks and an executor up, and what it has sent to whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         limits = ModelLimits(vocab_size=100, max_model_len=64, eos_token_ids=(2, 3))
-        self.core = FrontendCore(0, Config(), limits, b"key")
+        self.core = FrontendCore(0, Config(**settings), limits, b"key")
         self.sent: list[tuple[Peer, Any]] = []
         self.up: list[Any] = []
         self.numbers = [0, 0]

@@ -263,6 +263,22 @@ def test_http_requests_are_delivered_and_aborted_over_the_seam(engine: Engine) -
     assert engine.up == []
 
 
+def test_a_priority_that_nobody_would_look_at_is_refused_on_every_way_in() -> None:
+    engine = Engine(policy="fcfs").start()
+    for resumable in (False, True):
+        engine.ask(priority=-2, resumable=resumable)
+        (error,) = (message for message in engine.take(CLIENT) if isinstance(message, m.Error))
+        assert (error.code, error.message) == (
+            "invalid",
+            "priority -2 would change nothing with policy fcfs; leave it out",
+        )
+    call = AddCall(request_id="h", prompt_token_ids=pack_ints([1]), sampling=SAMPLING, arrival_time=5.0, priority=3)
+    (deliver,) = engine.feed(Posted(call))
+    assert deliver.outputs[0].ended.code == "invalid"
+    engine.ask()
+    assert engine.added()[1].priority == 0
+
+
 def test_text_requests_go_up_and_their_output_comes_down_until_the_last_child(engine: Engine) -> None:
     engine.ask(request_id="t", text="hello", prompt_token_ids=None, params=m.GenerateParams(n=2))
     assert isinstance(engine.up[-1], RenderText)

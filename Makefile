@@ -11,13 +11,14 @@
 # make bench-cpu         the engine on this CPU, beside its matrix products alone and vLLM's CPU backend
 # make bench-structured    JSON by nasty schemas, and what it costs those beside it
 # make bench-speculation the engine with drafts and without: the same tokens, and how much faster
+# make bench-drafts      what prompt lookup tries and gets right, counted and not timed
 # make clean   remove the virtual environment and what a run left in run/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: serve test fuzz soak lint format clean bench-scheduler bench-loading bench-replay bench-cpu bench-speculation
-.PHONY: bench-structured aot fuzz-sessions
+.PHONY: bench-structured bench-drafts aot fuzz-sessions
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -77,6 +78,10 @@ bench-structured: $(SELF) $(DEV)
 bench-speculation: $(SELF) $(DEV)
 	@$(BIN)/python -m executor.prepare
 	@$(BIN)/python -m bench.speculation $(ARGS)
+
+bench-drafts: $(SELF) $(DEV)
+	@$(BIN)/python -m executor.prepare
+	@$(BIN)/python -m bench.drafts
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

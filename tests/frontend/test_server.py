@@ -226,6 +226,39 @@ def test_parameters_reach_the_core(server: Server) -> None:
     }
 
 
+SAMPLED = {"temperature": 0.5, "top_k": 7, "top_p": 0.9}
+PENALIZED = {"min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "same"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_completion_tokens": 5, "logit_bias": {"5": 2.0}, "bad_words": ["xy"]},
+            SAMPLED | PENALIZED | {"min_tokens": 3, "seed": 11, "stop_token_ids": [9], "allowed_token_ids": [5, 6]},
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "max_output_tokens": 5, "logit_bias": {"5": 2.0}},
+            SAMPLED | PENALIZED | {"seed": 11, "stop_token_ids": [9]},
+        ),
+        ("/v1/messages", {"model": "tiny", "messages": MESSAGES}, SAMPLED | {"max_tokens": 5}),
+    ],
+)
+def test_parameters_reach_the_core_from_chat_too(server: Server, path: str, body: Any, same: Any) -> None:
+    status, answer = server.post(path, body | same | {"cache_salt": "salt"})
+    assert status == 200, answer
+    call = server.wait_call("AddCall")
+    assert call["cache_salt"] == "salt"
+    sampling = call["sampling"]
+    assert {name: sampling[name] for name in same} == same
+    assert sampling["max_tokens"] == 5
+    assert sampling.get("logit_bias") == body.get("logit_bias")
+    assert bool(sampling.get("bad_words_token_ids")) == ("bad_words" in body)
+
+
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 

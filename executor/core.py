@@ -215,6 +215,9 @@ class ExecutorCore:
                 return self._hear_of_adapters(peer, message)
             case AdapterRead():
                 return self._tell_group(self._adapters.read(peer.index, message, self._now))
+            case CommandRequest(command_id=command_id, body=LoadAdapter()) if not self._group.is_complete:
+                sentence = "the executor's other processes are not ready; try again soon"
+                return [Send(peer, Error(code="unavailable", message=sentence, command_id=command_id))]
             case CommandRequest(body=LoadAdapter() | UnloadAdapter()):
                 return self._tell_group(self._adapters.ask(peer, message, self._now))
             case CommandRequest(command_id=command_id, body=Shutdown()):

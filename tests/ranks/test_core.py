@@ -10,6 +10,8 @@ from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, S
 from bus.counters import Counters
 from bus.messages import (
     AbortRequests,
+    Adapters,
+    AdaptersHeld,
     AddRequest,
     AppendInput,
     Command,
@@ -185,8 +187,11 @@ class FakeScheduler:
     def token_count(self) -> int:
         return sum(r.prompt_token_ids.nbytes // 4 for r in self.requests.values())
 
-    def computed_tokens(self, prompt: Ints, cache_salt: str) -> int:
+    def computed_tokens(self, prompt: Ints, cache_salt: str, adapter: str) -> int:
         return 0
+
+    def adapters(self) -> list[str]:
+        return list(dict.fromkeys(request.adapter for request in self.requests.values() if request.adapter))
 
     def unfinished(self) -> int:
         return len(self.requests)
@@ -241,8 +246,9 @@ class Rank:
     def start(self, *frontends: int) -> None:
         self.give(*(PeerUp(frontend(i)) for i in frontends), PeerUp(EXECUTOR), Received(EXECUTOR, POOL))
 
-    def add(self, index: int, *handles: int) -> list[Any]:
-        return self.give(*(Received(frontend(index), request(handle, [1, 2, 3])) for handle in handles))
+    def add(self, index: int, *handles: int, adapter: str = "") -> list[Any]:
+        asked = [request(handle, [1, 2, 3], adapter=adapter) for handle in handles]
+        return self.give(*(Received(frontend(index), one) for one in asked))
 
     def result(self, step: int, rows: int) -> list[Any]:
         return self.give(Received(EXECUTOR, StepResult(step=step, tokens=pack_ints([5] * rows))))
@@ -633,6 +639,42 @@ def test_the_same_events_give_the_same_effects() -> None:
         return [*sent, *rank.result(0, 2), *rank.give(PeerDown(frontend(2), "it ended")), *rank.loads]
 
     assert run() == run()
+
+
+def adapters(number: int, *identities: str) -> Received:
+    return Received(EXECUTOR, Adapters(number=number, identities=list(identities)))
+
+
+def test_only_adapters_that_the_executor_has_are_taken(rank: Rank) -> None:
+    (refused,) = rank.add(0, 1, adapter="A")
+    (ended,) = refused.message.ended
+    assert (ended.reason, ended.code) == ("error", "unavailable")
+    assert ended.message == "rank 1 has not the adapter, or has it no more"
+    assert rank.give(adapters(3, "A")) == [Send(EXECUTOR, AdaptersHeld(number=3))]
+    rank.add(0, 1, adapter="A")
+    assert rank.scheduler.adapters() == ["A"]
+
+
+def test_the_executor_hears_when_the_last_request_with_an_adapter_has_ended(rank: Rank) -> None:
+    rank.give(adapters(1, "A", "B"))
+    rank.add(0, 1, 2, adapter="A")
+    rank.add(1, 3, adapter="B")
+    (held,) = rank.give(adapters(2, "C"))
+    assert held == Send(EXECUTOR, AdaptersHeld(number=2, identities=["A", "B"]))
+    assert all(isinstance(refused.message, Outputs) for refused in rank.add(0, 4, adapter="A"))
+    rank.scheduler.ending = {(0, 1)}
+    assert not [effect for effect in rank.result(0, 2) if isinstance(effect.message, AdaptersHeld)]  # as before
+    for index, handle, left in ((1, 3, ["A"]), (0, 2, [])):
+        told = rank.give(Received(frontend(index), AbortRequests(handles=pack_ints([handle]))))
+        assert Send(EXECUTOR, AdaptersHeld(number=2, identities=left)) in told
+    rank.give(PeerDown(EXECUTOR, "it ended"))
+    rank.give(PeerUp(EXECUTOR), Received(EXECUTOR, POOL))
+    assert rank.add(0, 5, adapter="C")[0].message.ended[0].code == "unavailable"
+
+
+def test_a_command_that_is_not_for_ranks_is_refused(rank: Rank) -> None:
+    (error,) = rank.ask(ListAdapters())
+    assert error.message.code == "not_for_ranks"
 
 
 def test_every_command_is_handled() -> None:

@@ -135,9 +135,9 @@ def test_prefix_hit_and_kv_names(bench: Any) -> None:
     names = split_hashes(block_hashes(pack_ints(shared), 8))
     assert split_hashes(changes.stored) == names
     assert not changes.removed
-    assert b.scheduler.computed_tokens(pack_ints(shared), "") == 32
-    assert b.scheduler.computed_tokens(pack_ints(shared[:32]), "") == 24  # the last token is computed in any case
-    assert b.scheduler.computed_tokens(pack_ints(shared), "salt") == 0
+    assert b.scheduler.computed_tokens(pack_ints(shared), "", "") == 32
+    assert b.scheduler.computed_tokens(pack_ints(shared[:32]), "", "") == 24  # the last token is computed in any case
+    assert b.scheduler.computed_tokens(pack_ints(shared), "salt", "") == 0
     b.add(1, [*shared[:20], 1, 2, 3], 2)
     b.add(2, shared, 2, salt="salt")
     b.run()
@@ -160,6 +160,32 @@ def test_output_is_cached_under_the_names_a_prompt_would_have(bench: Any) -> Non
     b.add(1, everything, 2, salt="a")
     b.run()
     assert b.started[1] == 40
+
+
+def test_adapters_go_with_rows_and_have_blocks_of_their_own(bench: Any) -> None:
+    b = bench()
+    shared = prompt(33)
+    for handle, adapter in enumerate(("A", "B", "", "A")):
+        b.add(handle, shared, 12, adapter=adapter)
+        assert b.scheduler.adapters() == ([adapter] if adapter else [])
+        b.run()
+        assert b.scheduler.adapters() == []
+    assert b.started == {0: 0, 1: 0, 2: 0, 3: 32}
+    found = [b.scheduler.computed_tokens(pack_ints(shared), "", adapter) for adapter in ("A", "B", "", "C")]
+    assert found == [32, 32, 32, 0]
+    everything = pack_ints(shared + b.output[0])
+    assert b.scheduler.computed_tokens(everything, "", "A") == 40
+    assert b.executor.adapters == [("NewRow", f"r{handle}", name) for handle, name in enumerate(("A", "B", "", "A"))]
+
+
+def test_preempted_requests_keep_their_adapters(bench: Any) -> None:
+    b = bench(num_blocks=9)
+    for handle, adapter in enumerate(("A", "B", "A", "B")):
+        b.add(handle, prompt(12, handle), 20, adapter=adapter)
+    assert sorted(b.scheduler.adapters()) == ["A", "B"]
+    b.run()
+    assert {name for name, _, _ in b.executor.adapters} == {"NewRow", "ResumeRow"}
+    assert all(adapter == ("A", "B", "A", "B")[int(name[1:])] for _, name, adapter in b.executor.adapters)
 
 
 def test_names_that_come_with_a_request_are_used(bench: Any) -> None:

@@ -129,6 +129,7 @@ def request(
     priority: int = 0,
     resumable: bool = False,
     salt: str = "",
+    adapter: str = "",
     **sampling: object,
 ) -> AddRequest:
     return AddRequest(
@@ -141,6 +142,7 @@ def request(
         priority=priority,
         cache_salt=salt,
         resumable=resumable,
+        adapter=adapter,
     )
 
 
@@ -192,7 +194,9 @@ class ToyExecutor:
             most_drafts=self.most_drafts,
             draws_drafts=self.draws_drafts,
         )
-        self.merger = Merger(Rows(1, self.max_num_seqs, pool.max_model_len, pool.block_size), limits)
+        self.merger = Merger(Rows(1, self.max_num_seqs, pool.max_model_len, pool.block_size), limits, {"A": 1, "B": 2})
+        self.adapters: list[tuple[str, str, str]] = []
+        """Which adapter rows were set up with: how, by which request."""
 
     def run(self, schedule: PartialSchedule) -> None:
         rows = self.last_rows = self.last_rows if schedule.again else unpack_ints(schedule.rows).tolist()
@@ -286,6 +290,7 @@ class ToyExecutor:
         blocks = unpack_ints(item.block_ids).tolist()
         assert all(0 <= block < self.pool.num_blocks for block in blocks)
         self.cached += num_computed
+        self.adapters.append((type(item).__name__, item.request_id, item.adapter))
         num_output = item.num_output_tokens if isinstance(item, ResumeRow) else 0
         asks = item.sampling.prompt_logprobs is not None
         prompt = tokens[: tokens.size - num_output].tolist() if asks else []

@@ -132,6 +132,8 @@ class Target:
         self.steps = StepPrograms(config, facts, self.mesh, model, free * self.mesh.size)
         self.kv_bytes = sum(map(_local_bytes, jax.tree.leaves(self.steps.kv)))
         """Of one device."""
+        self.adapter_bytes = sum(map(_local_bytes, jax.tree.leaves(self.steps.adapters)))
+        """Of one device, for all the adapters that may be loaded."""
 
     def compile(self, kind: str, batch: int) -> Step:
         """Compile a greedy step: the decode of `batch` sequences on each shard, or the prefill of `batch` tokens.
@@ -156,7 +158,7 @@ class Target:
             programs,
             self._minimum(batch, drawn),
             self._kernel_kv_bytes(name, batch),
-            self.weight_bytes + self.kv_bytes + temporary,
+            self.weight_bytes + self.adapter_bytes + self.kv_bytes + temporary,
             time.monotonic() - started,
         )
 

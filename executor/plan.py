@@ -35,12 +35,14 @@ def main(arguments: list[str]) -> int:
 def describe(target: Target) -> str:
     """The memory of a device, and how the model lies on the devices, in words."""
     mesh, config, steps = target.mesh, target.config, target.steps
-    free = target.chip.memory_bytes - target.weight_bytes
+    free = target.chip.memory_bytes - target.weight_bytes - target.adapter_bytes
     block_bytes = steps.block_bytes // mesh.shape[MODEL]
+    adapters = f"  adapters   {target.adapter_bytes / GIB:7.2f} GiB per device, for {config.max_loras} of them"
     return "\n".join(
         [
             f"{config.ranks} ranks on {mesh.shape[DATA]} data shards of {mesh.shape[MODEL]} devices each",
             f"  weights    {target.weight_bytes / GIB:7.2f} GiB per device, of {target.chip.memory_bytes / GIB:.0f}",
+            *([adapters] if config.max_loras else []),
             f"  KV cache   {target.kv_bytes / GIB:7.2f} GiB per device: {steps.kv_layout.num_blocks} blocks of "
             f"{steps.block_size} tokens in all; {free // block_bytes * mesh.shape[DATA]} would fill the memory "
             f"(kv_memory_fraction {memory_fraction(config, steps.platform):g})",

@@ -26,6 +26,11 @@ class Adapters:
         """Those that requests may name."""
         return list(self._usable.values())
 
+    @property
+    def known(self) -> list[Adapter]:
+        """Those that requests may name, and those that are to be loaded again."""
+        return [*self._usable.values(), *self._missing.values()]
+
     def identity(self, name: str) -> str:
         """The identity of the adapter that a request names, or empty if that is empty.
 

@@ -88,9 +88,9 @@ class FrontendCore:
     def handle(self, event: Event) -> list[Effect]:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
-            usable = self._adapters.usable
+            known = self._adapters.known
             effects = self._receive(event.peer, event.message)
-            if isinstance(event.message, ExecutorStatus) and self._adapters.usable != usable:
+            if isinstance(event.message, ExecutorStatus) and self._adapters.known != known:
                 effects.append(self._status())
             if not isinstance(event.message, Load | ExecutorStatus):
                 return effects  # the others do not change whether the engine is ready
@@ -155,7 +155,10 @@ class FrontendCore:
             "unfinished_text_requests": len(self._text_requests),
             "sessions": len(self._sessions),
         }
-        return StatusUpdate(self._is_ready(), loads, self._executor_status, self._bus_counters | own)
+        executor = self._executor_status
+        if executor is not None:
+            executor = structs.replace(executor, adapters=self._adapters.known)
+        return StatusUpdate(self._is_ready(), loads, executor, self._bus_counters | own)
 
     # Messages
 

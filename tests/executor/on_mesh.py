@@ -1,8 +1,8 @@
 """Run models on meshes of 8 virtual CPU devices, with 8 ranks, and print what they gave: a process of its own.
 
-``python -m tests.executor.on_mesh CACHE OUT FOLDER=DATAxMODEL[+int8][,…] …`` writes OUT, an .npz file with an
-array for each scene, named folder's name/DATAxMODEL/scene. `asking` is played with the first folder only, and with
-weights of 8 bits only `logits`.
+``python -m tests.executor.on_mesh CACHE OUT FOLDER=DATAxMODEL[+int8|+lora][,…] …`` writes OUT, an .npz file with an
+array for each scene, named folder's name/DATAxMODEL/scene. `asking` is played with the first folder only, with weights
+of 8 bits only `logits`, and with adapters, those in FOLDER.adapters, only `greedy`.
 """
 
 import os
@@ -25,6 +25,10 @@ PROMPTS = {(rank, 0): 5 + 7 * rank for rank in range(RANKS)}
 step of a size that nothing else needs."""
 
 SHOWN_ROWS = ((2, 0), (7, 0))
+
+ADAPTERS = 3
+SLOTS = {(rank, 0): rank % (1 + ADAPTERS) for rank in range(RANKS)}
+"""The adapters of rows, where there are any."""
 
 SETTINGS: dict[str, Any] = {
     "ranks": RANKS,
@@ -57,7 +61,7 @@ def greedy(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
     """
     outputs: dict[tuple[int, int], list[int]] = {where: [] for where in PROMPTS}
     for where, length in PROMPTS.items():
-        driver.start(where, prompt_of(where, length))
+        driver.start(where, prompt_of(where, length), adapter=SLOTS[where] if driver.config.max_loras else 0)
     most = driver.config.max_num_batched_tokens
     while min(map(len, outputs.values())) < TOKENS:
         step = {where: min(driver.left(where), most - where[0] % 2) for where in PROMPTS}
@@ -94,14 +98,20 @@ def main(cache: Path, out: Path, wanted: list[str]) -> None:
     for item in wanted:
         folder, _, meshes = item.partition("=")
         for mesh in meshes.split(","):
-            shape, _, quantization = mesh.partition("+")
+            shape, _, special = mesh.partition("+")
             data, model = map(int, shape.split("x"))
-            settings = SETTINGS | {"quantization": quantization or "none"}
+            settings = SETTINGS | {"quantization": "int8" if special == "int8" else "none"}
+            if special == "lora":
+                settings |= {"max_loras": ADAPTERS, "max_lora_rank": 8}
             settings["max_num_batched_tokens"] = 16 * data // RANKS  # of a shard 16, the smallest program
             driver = Driver(Path(folder), cache, data_shards=data, tensor_parallel=model, **settings)
             scenes = (greedy, logits, asking) if item is wanted[0] else (greedy, logits)
-            if quantization:
-                scenes = (logits,)
+            if special:
+                scenes = (logits,) if special == "int8" else (greedy,)
+            for slot, adapter in enumerate(
+                sorted(Path(f"{folder}.adapters").iterdir()) if special == "lora" else (), 1
+            ):
+                driver.load(slot, adapter)
             for scene in scenes:
                 found |= {f"{Path(folder).name}/{mesh}/{name}": array for name, array in scene(driver)}
     np.savez(out, **found)

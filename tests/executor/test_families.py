@@ -16,6 +16,7 @@ from bus.config import Config, ConfigError
 from bus.model_files import ModelError
 from executor import hosts, mesh
 from executor.models import parts
+from tests.adapters import merged, write_adapter
 from tests.executor import on_mesh
 from tests.executor.driving import Driver
 from tests.executor.test_llama import ALL, generate, logprobs_of, logprobs_within, prompt_of
@@ -25,12 +26,27 @@ from tests.models import write_folder
 MESHES = ["8x1", "4x2", "2x4"]
 INT8 = {"llama": "2x4", "qwen3_moe": "4x2"}
 """Where weights of 8 bits are tried: inputs and outputs of matrices parted, and experts."""
+ADAPTED = ("llama", "4x2")
+"""Where adapters are tried: with heads that two devices do not divide evenly, and on four shards."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     return {family: write_family(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def adapters(folders: dict[str, Path]) -> list[Path]:
+    """Those that are loaded where adapters are tried; see `on_mesh`."""
+    model = folders[ADAPTED[0]]
+    root = model.with_name(f"{model.name}.adapters")
+    attention = ("q_proj", "k_proj", "o_proj")
+    return [
+        write_adapter(root / "0", model, 8, seed=1),
+        write_adapter(root / "1", model, 3, attention, seed=2, use_rslora=True),
+        write_adapter(root / "2", model, 4, ("v_proj", "up_proj", "down_proj"), seed=3, layers=[0]),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +63,14 @@ def reference(folders: dict[str, Path]) -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], engine_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(
+    folders: dict[str, Path], adapters: list[Path], engine_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """What every family gave on its meshes."""
     out = tmp_path_factory.mktemp("meshes") / "found.npz"
-    wanted = [
-        f"{folder}={','.join([*MESHES, *([f'{INT8[family]}+int8'] if family in INT8 else [])])}"
-        for family, folder in folders.items()
-    ]
+    special = {family: [f"{mesh}+int8"] for family, mesh in INT8.items()}
+    special[ADAPTED[0]].append(f"{ADAPTED[1]}+lora")
+    wanted = [f"{folder}={','.join([*MESHES, *special.get(family, [])])}" for family, folder in folders.items()]
     arguments = [sys.executable, "-m", "tests.executor.on_mesh", str(engine_cache), str(out), *wanted]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -85,6 +102,18 @@ def test_tokens_on_a_mesh_are_those_of_transformers(family: str, found: Any, ref
         prompts = [on_mesh.prompt_of(where, on_mesh.PROMPTS[where]) for where in on_mesh.SHOWN_ROWS]
         told = np.concatenate([logprobs_within(model, prompt) for prompt in prompts])
         np.testing.assert_allclose(found[f"{family}/{shape}/prompts"], told, atol=2e-4, err_msg=shape)
+
+
+@pytest.mark.timeout(600)
+def test_adapters_on_a_mesh_are_as_merged(found: Any, folders: dict[str, Path], adapters: list[Path]) -> None:
+    family, shape = ADAPTED
+    models = [merged(folders[family], adapter) for adapter in (None, *adapters)]
+    rows = on_mesh.PROMPTS.items()
+    expected = [generate(models[on_mesh.SLOTS[w]], on_mesh.prompt_of(w, n), on_mesh.TOKENS) for w, n in rows]
+    assert found[f"{family}/{shape}+lora/greedy"].tolist() == expected
+    plain = found[f"{family}/{shape}/greedy"].tolist()
+    same = [one == other for one, other in zip(plain, expected, strict=True)]
+    assert same == [slot == 0 for slot in on_mesh.SLOTS.values()]
 
 
 @pytest.mark.timeout(600)

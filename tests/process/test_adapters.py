@@ -122,6 +122,11 @@ def load(world: World, name: str, folder: str = "", **options: Any) -> str:
         return identity
 
 
+def listed(client: Client) -> dict[str, str]:
+    """The identities of adapters by name."""
+    return {item["name"]: item["identity"] for item in client.command(ListAdapters()).value}
+
+
 @pytest.fixture(autouse=True)
 def only_the_first(world: World) -> Iterator[None]:
     """Each test begins with the adapter that is loaded at start."""
@@ -179,8 +184,8 @@ def test_three_adapters_and_none_run_together_on_both_ranks(world: World) -> Non
 
     assert asyncio.run(ask()) == [world.expected(name, prompt) for name, _, prompt in asked]
     with world.client() as client:
-        listed = {item["name"]: item["path"] for item in client.command(ListAdapters()).value}
-        assert listed == {name: str(world.folders[name]) for name in ("first", "second", "third")}
+        paths = {item["name"]: item["path"] for item in client.command(ListAdapters()).value}
+        assert paths == {name: str(world.folders[name]) for name in ("first", "second", "third")}
         with pytest.raises(EngineError, match="there are 3 adapters already, which is max_loras"):
             client.command(LoadAdapter(name="other", path=str(world.folders["other"])))
         with pytest.raises(EngineError, match="adapter 'nobody' is not loaded; loaded are 'first'"):
@@ -256,11 +261,10 @@ def test_adapters_are_there_again_after_the_executor_was_killed(world: World) ->
     prompt = prompt_of(30, seed=5)
     with world.client() as client:
         world.engine.restart("executor-0", by=signal.SIGKILL)
-        world.engine.wait_until(lambda: "second" in world.served(), "the adapter is there again", START_S)
+        world.engine.wait_until(lambda: "second" in listed(client), "the adapter is there again", START_S)
         wait_for_ranks(world)
-        listed = {item["name"]: item["identity"] for item in client.command(ListAdapters()).value}
-        assert listed["second"] == identity
-        assert set(listed) == {"first", "second"}
+        assert listed(client)["second"] == identity
+        assert set(listed(client)) == {"first", "second"}
         for name in ("second", "first"):
             assert tokens(client, prompt, adapter=name) == world.expected(name, prompt)
 

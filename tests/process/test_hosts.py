@@ -11,9 +11,12 @@ import pytest
 import zmq
 
 from bus.config import EX_CONFIG
-from bus.messages import Goodbye, Sampling
+from bus.messages import Goodbye, LoadAdapter, Sampling
 from bus.wire import unpack_floats
+from tests.adapters import merged, write_adapter
 from tests.engine import Engine
+from tests.executor.test_llama import generate
+from tests.process.peers import FrontendSide
 from tests.process.wire_rank import WireRank
 
 START_S = 110.0
@@ -97,10 +100,20 @@ def test_two_processes_that_share_each_weight_and_meet_over_tcp_draw_what_one_dr
     key = tmp_path / "key"
     key.write_bytes(zmq.curve_keypair()[1])
     over_tcp = {"follower_address": f"tcp://127.0.0.1:{_free_port()}", "curve_key_file": str(key)}
-    with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2, **over_tcp) as engine:
+    folders = [write_adapter(tmp_path / f"{seed}", tiny_model, 4, seed=seed) for seed in (1, 2)]
+    adapters = {"max_loras": 2, "max_lora_rank": 4, "lora_modules": f"first={folders[0]}"}
+    with engine_of(tiny_model, engine_cache, 2, tensor_parallel=2, **over_tcp, **adapters) as engine:
         engine.start(*BOTH)
         engine["executor-0"].wait_for_log("all executors are ready", START_S)
         play(engine).check(alone)
+        with FrontendSide(0, engine.config) as frontend, rank(engine, 0) as peer:
+            second = frontend.value(LoadAdapter(name="second", path=str(folders[1])))
+            peer.meet()
+            assert peer.adapters[1] == second
+            for identity, folder in zip(peer.adapters, folders, strict=True):
+                peer.schedule({0: 9}, new=[peer.new_row(0, range(30, 39), adapter=identity)])
+                drawn = peer.result() + peer.decode([0], 5)[0]
+                assert drawn == generate(merged(tiny_model, folder), list(range(30, 39)), 6)
 
 
 def test_when_a_follower_is_killed_all_end_and_come_back_as_one(pair: Engine, alone: Played) -> None:

@@ -13,6 +13,8 @@ from bus.messages import (
     EXECUTOR_TO_RANK,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Adapters,
+    AdaptersHeld,
     Goodbye,
     Heartbeat,
     Hello,
@@ -38,6 +40,8 @@ class WireRank:
     def __init__(self, config: Config, index: int, incarnation: int, blocks_per_row: int = 16) -> None:
         self.prompt_logprobs: list[Logprobs] = []
         """Of all results so far."""
+        self.adapters: list[str] = []
+        """The identities of those that rows may have."""
         self._codec = Codec(EXECUTOR_TO_RANK, config.max_message_bytes)
         self._index = index
         self._incarnation = incarnation
@@ -64,13 +68,16 @@ class WireRank:
         self.socket.send_multipart(self._codec.encode(self._incarnation, self._executor, message))
 
     def receive(self, deadline_s: float = DEADLINE_S) -> Message:
-        """The next message that is no heartbeat; the test fails if none comes."""
+        """The next message that is no heartbeat, and not about adapters; the test fails if none comes."""
         until = time.monotonic() + deadline_s
         while self.socket.poll(max(0, round(1000 * (until - time.monotonic())))):
             frame = self._codec.decode(self.socket.recv_multipart())
             if isinstance(frame.message, Welcome):
                 self._executor = frame.sender
-            if not isinstance(frame.message, Heartbeat):
+            if isinstance(frame.message, Adapters):
+                self.adapters = frame.message.identities
+                self.send(AdaptersHeld(number=frame.message.number))
+            elif not isinstance(frame.message, Heartbeat):
                 return frame.message
         raise AssertionError(f"rank {self._index} got nothing for {deadline_s:g} s")
 
@@ -90,7 +97,7 @@ class WireRank:
         assert isinstance(pool, KvPool)
         return pool
 
-    def new_row(self, row: int, prompt: Sequence[int], sampling: Sampling = GREEDY) -> NewRow:
+    def new_row(self, row: int, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str = "") -> NewRow:
         """A request that enters `row`, with all the blocks of it."""
         return NewRow(
             row=row,
@@ -98,6 +105,7 @@ class WireRank:
             prompt_token_ids=pack_ints(list(prompt)),
             block_ids=self._blocks(row),
             sampling=sampling,
+            adapter=adapter,
         )
 
     def resume_row(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> ResumeRow:

@@ -10,6 +10,8 @@ import pytest
 import structlog
 from safetensors.numpy import load_file, save_file
 
+from bus import config
+from bus.config import ConfigError
 from executor import adapter_files
 from executor.adapter_files import AdapterError
 from tests.adapters import ALL_TARGETS, merged, write_adapter
@@ -231,6 +233,23 @@ def test_an_adapter_that_cannot_be_used_is_refused(case: str, bare: Driver, tiny
     change(folder)
     with pytest.raises(AdapterError, match=sentence):
         bare.load(1, folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"lora_modules": "a=/a", "max_loras": "0"}, "lora_modules: 1 adapters are not allowed; max_loras is 0"),
+        ({"lora_modules": "a", "max_loras": "2"}, "lora_modules: 'a' is not allowed; it must be NAME=FOLDER"),
+        (
+            {"lora_modules": "a=/a,a=/b", "max_loras": "2"},
+            "it must be NAME=FOLDER, with commas between, and no name twice",
+        ),
+    ],
+)
+def test_adapters_for_the_start_that_cannot_be_are_refused(flags: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config.load(flags, {})
+    assert config.load({"lora_modules": "a=/a, b=/b", "max_loras": "2"}, {}).first_adapters == {"a": "/a", "b": "/b"}
 
 
 def test_factors_of_experts_are_refused(tmp_path: Path, engine_cache: Path) -> None:

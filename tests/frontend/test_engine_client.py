@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
-from bus.messages import GetPauseState, RequestEnded, RequestStarted, ResetPrefixCache, SetPause
+from bus.messages import GetPauseState, LoadAdapter, RequestEnded, RequestStarted, ResetPrefixCache, SetPause
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
 from frontend.seam import AbortCall, AddCall, CommandCall, CommandResult, Deliver, Delivery, Detokenised
@@ -84,6 +85,20 @@ def test_add_and_outputs() -> None:
         assert (outputs.outputs[1].finish_reason, outputs.outputs[1].stop_reason) == (FinishReason.STOP, 7)
         assert outputs.outputs[0].finish_reason is None
         assert seam.client.dp_engines_running()
+
+    asyncio.run(main())
+
+
+def test_a_request_names_its_adapter_and_a_refusal_of_one_has_the_executors_code() -> None:
+    async def main() -> None:
+        seam = Seam(CommandResult(0, None, [], "/nowhere holds no adapter", "invalid"))
+        asked = request("a")
+        asked.lora_request = LoRARequest("sql", 1, "/sql")
+        await seam.client.add_request_async(asked)
+        assert seam.calls[0].adapter == "sql"
+        with pytest.raises(RequestError, match="/nowhere holds no adapter") as refused:
+            await seam.client.command(LoadAdapter(name="sql", path="/nowhere"))
+        assert refused.value.status_code == 400
 
     asyncio.run(main())
 

@@ -22,7 +22,9 @@ from bus.messages import (
     HasFinishedRequests,
     KvEvents,
     KvPool,
+    ListAdapters,
     Load,
+    LoadAdapter,
     MakeStats,
     MinRemainingOutput,
     PendingPrefillTokens,
@@ -36,6 +38,7 @@ from bus.messages import (
     Shutdown,
     TokenCount,
     UnfinishedRequests,
+    UnloadAdapter,
     UpdateDraftTokens,
     UpdateFromOutput,
 )
@@ -332,4 +335,5 @@ def test_shutdown_ends_the_process(rank: RankUnderTest) -> None:
 
 
 def test_every_command_was_asked(rank: RankUnderTest, single: RankUnderTest) -> None:
-    assert set(get_args(AnyCommand)) == set(RULES) == rank.asked | single.asked
+    others = {LoadAdapter, UnloadAdapter, ListAdapters}
+    assert set(get_args(AnyCommand)) == set(RULES) == rank.asked | single.asked | others

@@ -24,8 +24,12 @@ LIMITS = Limits(ROWS, BATCHED, MAX_LEN, VOCAB, blocks_of_rank=[24, 23, 22], most
 SAMPLING = Sampling(seed=1, max_tokens=100)
 
 
+SLOTS = {"": 0, "A": 1, "B": 2}
+"""Of adapters, and of none."""
+
+
 def merger() -> Merger:
-    return Merger(Rows(RANKS, ROWS, MAX_LEN, BLOCK), LIMITS)
+    return Merger(Rows(RANKS, ROWS, MAX_LEN, BLOCK), LIMITS, SLOTS)
 
 
 def drawn(row: int, position: int) -> int:
@@ -46,6 +50,7 @@ class RankRow:
     output_from: int
     computed: int
     blocks: list[int]
+    adapter: str = ""
 
 
 @dataclass
@@ -72,6 +77,7 @@ class RankModel:
             computed = draw(st.integers(0, len(tokens) - 1))
             output = draw(st.integers(0, len(tokens) - 1))
             blocks = self.draw_blocks(data, computed)
+            adapter = draw(st.sampled_from(sorted(SLOTS)))
             if row in self.rows and draw(st.booleans()):
                 held = self.rows[row]
                 drop = draw(st.integers(0, min(2, len(held.tokens) - 1)))
@@ -92,9 +98,10 @@ class RankModel:
                         block_ids=pack_ints(blocks),
                         sampling=SAMPLING,
                         num_computed_tokens=computed,
+                        adapter=adapter,
                     )
                 )
-                self.rows[row] = RankRow(tokens, len(tokens), computed, blocks)
+                self.rows[row] = RankRow(tokens, len(tokens), computed, blocks, adapter)
             else:
                 resumed.append(
                     ResumeRow(
@@ -105,9 +112,10 @@ class RankModel:
                         block_ids=pack_ints(blocks),
                         sampling=SAMPLING,
                         num_computed_tokens=computed,
+                        adapter=adapter,
                     )
                 )
-                self.rows[row] = RankRow(tokens, len(tokens) - output, computed, blocks)
+                self.rows[row] = RankRow(tokens, len(tokens) - output, computed, blocks, adapter)
             touched.add(row)
         runnable = [row for row, held in self.rows.items() if held.computed < min(len(held.tokens), MAX_LEN)]
         if not runnable:
@@ -193,12 +201,14 @@ class DeviceModel:
 
     def __init__(self) -> None:
         self.history: dict[int, dict[int, int]] = {}
+        self.slots: dict[int, int] = {}
 
     def run(self, step: MergedStep) -> tuple[list[list[int]], SampledStep]:
         for setup in step.setups:
             if setup.start == 0:
                 self.history[setup.row] = {}
             self.history[setup.row].update(enumerate(setup.tokens.tolist(), setup.start))
+            self.slots[setup.row] = setup.adapter
         drafts = step.drafts or Drafts(np.zeros_like(step.rows), np.zeros(0, np.int32))
         left = drafts.tokens.tolist()
         ran, indices, tokens = [], [], []
@@ -252,6 +262,7 @@ def test_what_ranks_schedule_is_what_the_device_computes(data: st.DataObject) ->
         assert step.rows[step.masks.at].tolist() == [row for _, row in masks]
         assert step.block_tables.shape[1] == max(len(item[5]) for item in expected)
         for line, (rank, row, *_) in zip(step.block_tables, expected, strict=True):
+            assert device.slots[rank * ROWS + row] == SLOTS[ranks[rank].rows[row].adapter]
             blocks = ranks[rank].rows[row].blocks[: line.size]
             assert line.tolist() == blocks + [0] * (line.size - len(blocks))
         for array in (step.ranks, step.rows, step.positions, step.num_tokens, step.block_tables):

@@ -15,15 +15,16 @@ from bus.core import Drained, Peer, PeerUp, Posted, Received
 from bus.journal.reader import Journal, JournalError, Record
 from bus.journal.records import ENCODER
 from bus.links import Identity
-from bus.messages import NewRow, PartialSchedule, Sampling
+from bus.messages import AdapterRead, CommandRequest, LoadAdapter, NewRow, PartialSchedule, Sampling
 from bus.replay import Replay, Subject
 from bus.wire import pack_ints
+from executor.adapter_files import AdapterError
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
 from executor.drafts import judge
 from executor.replay import TIE, Construction, Plain, Rerun, with_model
 from executor.step import Drafts, Float32, MergedStep, RowSetup, SampledStep
 from tests.executor.driving import GREEDY, Driver
-from tests.executor.test_core import CONFIG, LIMITS, ROWS, rank
+from tests.executor.test_core import CONFIG, FRONTEND, LIMITS, ROWS, rank
 from tests.journals import INCARNATION, Recording, model
 
 CONSTRUCTION = Construction(model="tiny", limits=LIMITS)
@@ -157,6 +158,72 @@ def rerun(journal: Journal, runner: Sums | Trying, core: Rerun | None = None) ->
 
 def test_replays_without_a_difference(tmp_path: Path) -> None:
     assert rerun(record(tmp_path, failure=True), Sums()) is None
+
+
+class Adapted(Sums):
+    """It draws as if there were no adapters; `placed` has those that came into slots, and before which step."""
+
+    def __init__(self, identity: str) -> None:
+        super().__init__()
+        self._identity = identity
+        self.placed: list[tuple[int, str, int]] = []
+
+    def read_adapter(self, name: str, path: str) -> Any:
+        if path == "/gone":
+            raise AdapterError("/gone holds no adapter")
+        return SimpleNamespace(identity=self._identity, path=path)
+
+    def place_adapter(self, slot: int, adapter: Any) -> None:
+        self.placed.append((slot, adapter.path, self._steps))
+
+
+def record_loading(folder: Path, path: str) -> Journal:
+    """One rank decodes; after five steps an adapter is loaded, and before that another was refused."""
+    config = msgspec.structs.replace(CONFIG, max_loras=1)
+    core = ExecutorCore(config, "tiny", LIMITS)
+    me = Identity("executor", 0, INCARNATION)
+    recording = Recording(folder, me, core, CONSTRUCTION, config, Plain(), model(100))
+    runner, given = Sums(), deque[RunStep]()
+
+    def feed(event: Any) -> None:
+        given.extend(effect for effect in recording.handle(event) if isinstance(effect, RunStep))
+
+    feed(PeerUp(rank(0)))
+    for step in range(1, STEPS + 1):
+        feed(Received(rank(0), schedule(step)))
+        feed(Drained(float(step)))
+        if step in (4, 5):
+            body = LoadAdapter(name=f"number {step}", path=path)
+            feed(Received(FRONTEND, CommandRequest(command_id=step, body=body)))
+            identity, fault = ("", "it has no rank") if step == 4 else ("recorded", "")
+            feed(Posted(AdapterRead(number=step - 3, identity=identity, fault=fault)))
+        run = given.popleft()
+        feed(Posted(StepDone(run.number, runner.collect(run.step), 0.01)))
+    return recording.end()
+
+
+def rerun_loading(journal: Journal, runner: Adapted) -> None:
+    """Replay without a difference."""
+    core = Rerun(ExecutorCore(msgspec.structs.replace(CONFIG, max_loras=1), "tiny", LIMITS), runner)
+    replay = Replay(journal.header(), Subject(core, (StepDone, DeviceFailed, AdapterRead), Plain()))
+    for found in journal.records():
+        assert isinstance(found, Record)
+        assert replay.feed(found.turn) is None
+
+
+def test_adapters_are_placed_again_between_the_same_steps(tmp_path: Path) -> None:
+    journal = record_loading(tmp_path, "/a")
+    runner = Adapted("recorded")
+    rerun_loading(journal, runner)
+    assert runner.placed == [(1, "/a", 5)]
+    with pytest.raises(JournalError, match="the adapter in /a is not the one that was recorded"):
+        rerun_loading(journal, Adapted("another"))
+
+
+def test_an_adapter_that_is_gone_is_named(tmp_path: Path) -> None:
+    journal = record_loading(tmp_path, "/gone")
+    with pytest.raises(JournalError, match="an adapter cannot be read again: /gone holds no adapter; --no-model"):
+        rerun_loading(journal, Adapted("recorded"))
 
 
 def test_a_tie_is_counted_and_the_recorded_token_put_in_its_place(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Ear:
         for setup, told in zip(heard.setups, step.setups, strict=True):
             assert setup.tokens.tolist() == told.tokens.tolist()
             assert (setup.row, setup.start, setup.prompt_len) == (told.row, told.start, told.prompt_len)
-            assert setup.sampling == told.sampling
+            assert (setup.sampling, setup.adapter) == (told.sampling, told.adapter)
         assert (heard.drafts is None) == (step.drafts is None)
         if heard.drafts is not None and step.drafts is not None:
             assert heard.drafts.counts.tolist() == step.drafts.counts.tolist()

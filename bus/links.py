@@ -168,7 +168,7 @@ class Listener(_Side):
             frame = self._decode(rest)
         except InvalidFrame as invalid:
             self._reject(invalid.reason, sender.decode(errors="replace"), str(invalid))
-            self._answer(sender, 0, error_for(invalid))
+            self._answer(sender, link.peer.incarnation if link is not None else 0, error_for(invalid))
             return []
         if isinstance(frame.message, Hello):
             return self._hello(sender, frame.message, now)

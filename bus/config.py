@@ -125,6 +125,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reasoning_parser: str = ""
     """Which of vLLM's parsers tells reasoning from answers, as its option of this name; empty is none."""
 
+    # Embeddings
+    pooling: Literal["last", "mean"] = "last"
+    """What the embedding of a prompt is: the hidden state of its last token, or the mean of all. On the client bus a
+    request may say otherwise."""
+
     # Routing and batching
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
     batching_window_ms: Annotated[float, Meta(ge=0)] = 5.0

@@ -132,12 +132,28 @@ GRAMMAR_FAULT = "the grammar cannot be used: "
 """Begins the sentence that refuses a grammar; what follows may quote it."""
 
 
+PoolingKind = Literal["last", "mean"]
+
+
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a prompt becomes one vector, in float32, of its tokens' hidden states, as they are after the last norm.
+
+    `last` is that of the last token, `mean` the mean of all. With `normalize` it is scaled to a length of 1.
+    """
+
+    kind: PoolingKind
+    normalize: bool = True
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled and when it stops, as ranks and executor need it: complete, seeded, in token ids.
 
     Field meanings are vLLM's `SamplingParams`'; `temperature` 0 is greedy, `top_k` 0 is off, `logprobs` -1 is the
     whole vocabulary. `max_tokens` and `min_tokens` count output tokens. `eos_token_id` stops with no stop reason,
     a token of `stop_token_ids` stops with itself as the reason.
+
+    With `pooling` nothing is sampled: the prompt's vector is all there is. `max_tokens` is 1 then, and all else is left
+    out.
     """
 
     seed: int
@@ -158,6 +174,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
 
 class GenerateParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -211,6 +228,16 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         width = self.token_ids.nbytes // 4 // max(self.positions, 1)
         _check_lengths(self.positions * width, token_ids=self.token_ids, values=self.values)
         _check_lengths(self.positions, ranks=self.ranks)
+
+
+class Pooled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The vector that a prompt was pooled to. `owner` is the row on the step bus, the handle on the command bus."""
+
+    owner: int
+    vector: Floats
+
+    def __post_init__(self) -> None:
+        _check_words(vector=self.vector)
 
 
 class MultimodalFeature(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -448,6 +475,30 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
             _check_words(prompt_token_ids=self.prompt_token_ids)
 
 
+class Embed(ClientMessage, frozen=True, kw_only=True):
+    """Ask for the embedding of a prompt; nothing is generated. Fields that `Generate` has too mean the same here.
+
+    The prompt is pooled as `pooling` says, or by the setting of that name; see `Pooling`. A chat is not made to end
+    where an answer would begin. Answered by one `Embedding`, or by `Error`, or, when it is aborted or fails, by
+    `Finished`.
+    """
+
+    request_id: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[int] | Ints | None = None
+    pooling: PoolingKind | None = None
+    normalize: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    rank: int | None = None
+    adapter: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt_token_ids, memoryview):
+            _check_words(prompt_token_ids=self.prompt_token_ids)
+
+
 class Append(ClientMessage, frozen=True, kw_only=True):
     """Next input of a session (a request opened with `resumable`); `resumable` false closes it.
 
@@ -536,6 +587,18 @@ class Finished(Message, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+
+
+class Embedding(Message, frozen=True, kw_only=True):
+    """Answer to `Embed`, and the last message of it. The `vector` is as long as the model's hidden size."""
+
+    request_id: str
+    vector: Floats
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_words(vector=self.vector)
 
 
 class TurnFinished(Message, frozen=True, kw_only=True):
@@ -690,7 +753,7 @@ class Outputs(Message, frozen=True, kw_only=True):
     `handles` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one.
     A request in `turns` or `ended` may also have its last tokens here: tokens come first, then `turns`, then `ended`.
     In `logprobs` a request may be twice, first those of its prompt, then those of its tokens. Those of its prompt are
-    all told before its first token or with it, in order, each once.
+    all told before its first token or with it, in order, each once. A request in `pooled` is in `ended`, too.
     """
 
     step: int = 0
@@ -701,6 +764,7 @@ class Outputs(Message, frozen=True, kw_only=True):
     started: list[RequestStarted] = []
     turns: list[TurnEnded] = []
     ended: list[RequestEnded] = []
+    pooled: list[Pooled] = []
 
     def __post_init__(self) -> None:
         _check_words(handles=self.handles, tokens=self.tokens)
@@ -800,16 +864,18 @@ class StepResult(Message, frozen=True, kw_only=True):
     """What a step gave one rank: `tokens` in the order of the schedule's rows, `counts` [rows] of each.
 
     `counts` is left out when each row has one token. It is -1 where the row does not sample yet (its prompt is not
-    complete) and -2 where its logits were not numbers. A row with drafts has the tokens that it would have drawn one by
-    one: drafts that were right, and one more. `logprobs` are owned by rows, and have as many positions as there are
-    tokens. A row whose sampling asks for `prompt_logprobs` also has those of the prompt's tokens that come after the
-    tokens it ran, whether it samples yet or not; set up anew, it has them again.
+    complete), -2 where its logits were not numbers, and -3 where its prompt was pooled: `pooled` has the vector. A row
+    with drafts has the tokens that it would have drawn one by one: drafts that were right, and one more. `logprobs` are
+    owned by rows, and have as many positions as there are tokens. A row whose sampling asks for `prompt_logprobs` also
+    has those of the prompt's tokens that come after the tokens it ran, whether it samples yet or not; set up anew, it
+    has them again.
     """
 
     step: int
     tokens: Ints
     counts: Ints = EMPTY
     logprobs: list[Logprobs] = []
+    pooled: list[Pooled] = []
 
     def __post_init__(self) -> None:
         _check_words(tokens=self.tokens, counts=self.counts)
@@ -1036,9 +1102,19 @@ class EndOfSteps(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------------------------------------------------
 # Who may send what: one union per direction
 
-CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Append | EndTurn | Abort | CommandRequest
+CLIENT_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Generate | Embed | Append | EndTurn | Abort | CommandRequest
 FRONTEND_TO_CLIENT = (
-    Welcome | Heartbeat | Goodbye | Error | Delta | TokenDeltas | TurnFinished | Finished | SessionResumed | Reply
+    Welcome
+    | Heartbeat
+    | Goodbye
+    | Error
+    | Delta
+    | TokenDeltas
+    | TurnFinished
+    | Finished
+    | Embedding
+    | SessionResumed
+    | Reply
 )
 FRONTEND_TO_ENGINE = (
     Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | StopTurn | AbortRequests | CommandRequest

@@ -2,10 +2,15 @@
 
 import math
 
-from bus.messages import Sampling
+from bus.messages import Pooling, Sampling
 
 BAD_WORD_MAX = 1024
 """Tokens of the longest bad word: what one call of the program that bans them takes."""
+
+
+def pooled(pooling: Pooling) -> Sampling:
+    """The parameters of a request whose prompt is pooled."""
+    return Sampling(seed=0, max_tokens=1, pooling=pooling)
 
 
 def fault_of(sampling: Sampling, vocab_size: int) -> str:
@@ -26,6 +31,7 @@ def fault_of(sampling: Sampling, vocab_size: int) -> str:
         "bad_words_token_ids": all(1 <= len(word) <= BAD_WORD_MAX for word in sampling.bad_words_token_ids or []),
         "logprobs": sampling.logprobs is None or -1 <= sampling.logprobs <= vocab_size,
         "prompt_logprobs": sampling.prompt_logprobs is None or -1 <= sampling.prompt_logprobs <= vocab_size,
+        "pooling": sampling.pooling is None or sampling == pooled(sampling.pooling),
     }
     for name, holds_here in holds.items():
         if not holds_here:
@@ -60,4 +66,5 @@ _ALLOWED = {
     "bad_words_token_ids": f"words of 1 to {BAD_WORD_MAX} tokens",
     "logprobs": "a number of tokens, or -1 for the whole vocabulary",
     "prompt_logprobs": "a number of tokens, or -1 for the whole vocabulary",
+    "pooling": "all there is, with a max_tokens of 1 and a seed of 0",
 }

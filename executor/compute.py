@@ -40,6 +40,21 @@ class Shared(NamedTuple):
     """int32 [shards, tokens]: each token's adapter, see `lora.Chosen`; None without adapters."""
 
 
+class PoolingPiece(NamedTuple):
+    """What one call of the program that pools takes beside hidden states."""
+
+    which: Array
+    """int32 [shards, lines]: those that are added up, by their places among the hidden states."""
+    rows: Array
+    """int32 [shards, lines]: to whose sums."""
+    weights: Array
+    """float32 [shards, lines]"""
+    begun: Array
+    """bool [shards, rows + 1]: whose sums begin at 0."""
+    told: Array
+    """int32 [shards, lines]: whose sums are told."""
+
+
 class Layer(NamedTuple):
     """A kind of layer: layers of a kind differ in nothing but the values of their parameters."""
 
@@ -121,8 +136,24 @@ class Model(NamedTuple):
         taken = over_shards(lambda x, picks: mark_unused(x[picks[:, 0]], picks[:, 1] != spare))(ending, picks)
         return self._outer(outer).logits(taken)
 
+    def pool(self, outer: list[Array], ending: Array, sums: Array, piece: PoolingPiece) -> tuple[Array, Array]:
+        """Add hidden states of `ending` [shards, n, hidden] to `sums`, float32 [shards, rows + 1, hidden].
+
+        Returns:
+            The sums, and those that are told, [shards, lines, hidden].
+        """
+        taken = over_shards(lambda x, which: x[which])(ending, piece.which)
+        states = self._outer(outer).states(taken).astype(jnp.float32)
+        return over_shards(_add_up)(sums, states, piece)
+
     def _outer(self, outer: list[Array]) -> Any:
         return nnx.merge(self.outer_graph, jax.tree.unflatten(self.outer_tree, outer))
+
+
+def _add_up(sums: Array, states: Array, piece: PoolingPiece) -> tuple[Array, Array]:
+    sums = jnp.where(piece.begun[:, None], 0, sums)
+    sums = sums.at[piece.rows].add(states * piece.weights[:, None])
+    return sums, sums[piece.told]
 
 
 def _run_layer(

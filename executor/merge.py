@@ -283,6 +283,9 @@ class Merger:
             raise Refused(
                 f"row {item.row}: {item.num_computed_tokens} of {tokens.size} tokens cannot be computed already"
             )
+        pooling = item.sampling.pooling
+        if pooling is not None and pooling.kind == "mean" and item.num_computed_tokens:
+            raise Refused(f"row {item.row}: {item.num_computed_tokens} tokens are computed already; a mean needs all")
         if tokens.size > self._limits.max_model_len:
             raise Refused(
                 f"row {item.row}: {tokens.size} tokens are more than max_model_len {self._limits.max_model_len}"
@@ -314,8 +317,10 @@ class Merger:
         if base + tokens.size > most:
             raise Refused(f"row {item.row}: {base} + {tokens.size} tokens are more than max_model_len {most}")
         self._check_sampling(item)
-        if item.sampling.prompt_logprobs is not None:
-            raise Refused(f"row {item.row}: prompt_logprobs are only found of a row that is set up with all its tokens")
+        if item.sampling.prompt_logprobs is not None or item.sampling.pooling is not None:
+            raise Refused(
+                f"row {item.row}: prompt_logprobs and pooling are only for a row that is set up with all its tokens"
+            )
         self._rows.rewrite(row, base, base + tokens.size)
         return RowSetup(row, base, tokens, base + tokens.size, item.sampling, int(self._rows.adapters[row]))
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from bus.messages import Sampling
 from executor import sampling
-from executor.compute import FIELDS
+from executor.compute import FIELDS, PoolingPiece
 from executor.step import Drafts, Float32, Int32, MergedStep, RowSetup, within
 
 SETUP_TOKENS = 1024
@@ -172,6 +172,15 @@ class Placement:
                     floats, ints = sampling.pack([(setup.sampling, setup.prompt_len) for setup in mine])
                     piece.floats[shard, : len(mine)], piece.ints[shard, : len(mine)] = floats, ints
             yield piece
+
+    def pooling_piece(self, lines: int, begun: Int32, told: Places) -> PoolingPiece:
+        """One by which the sums of global rows begin (`begun`) and are told (`told`), and nothing is added yet."""
+        places = self.place(begun)
+        spare = np.full((self.shards, lines), self.rows, np.int32)
+        begins, tells = np.zeros((self.shards, self.rows + 1), np.bool_), spare.copy()
+        begins[places.shards, places.rows] = True
+        tells[told.at] = told.rows
+        return PoolingPiece(np.zeros_like(spare), spare, np.zeros(spare.shape, np.float32), begins, tells)
 
     def blank_params(self) -> tuple[Float32, Int32]:
         """Parameters of all rows before any is set up, the spare one too; see `sampling.RowParams`."""

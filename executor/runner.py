@@ -1,7 +1,7 @@
 """The runner: owner of all that is on the device, and the only one to run programs there."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from bus import model_files
 from bus.config import Config
 from bus.model_files import ModelFacts
-from executor import adapter_files, device, hosts, sampling, weights
+from executor import adapter_files, device, hosts, pooling, sampling, weights
 from executor import mesh as meshes
 from executor.compute import Adapters
 from executor.constraints import UNCONSTRAINED, Constraints, Line, compose
@@ -23,6 +23,7 @@ from executor.drafts import draft_facts, judge, narrowed
 from executor.kernels import library, products
 from executor.network import Network, Output, zeros
 from executor.placement import SETUP_TOKENS, Places
+from executor.pooling import AskedPooling, Pools, without_draws
 from executor.programs import bucket
 from executor.progress import Progress
 from executor.prompts import AskedPrompts, Prompts, collect
@@ -81,6 +82,7 @@ class Handle:
     drafted: Sequence[tuple[Array, Places]] = ()
     """The tokens of the drafts that are drawn here, in each place, and where they are."""
     prompts: AskedPrompts | None = None
+    pooled: AskedPooling | None = None
 
 
 class Runner:
@@ -95,6 +97,7 @@ class Runner:
     | host   | `Constraints`, for rows with  | vocabulary / 8 with allowed tokens, else a few hundred   |
     | host   | whether greedy, log-probs     | 1 + 8                                                    |
     | host   | the slot of its adapter       | 4                                                        |
+    | device | a sum of hidden states        | 4 × hidden size                                          |
     | host   | a prompt, see `Prompts`       | 4 × its tokens, where their log-probabilities are wanted |
 
     Positions come with each step, penalty counts and bans are derived from the tokens when they are needed, and the
@@ -146,6 +149,7 @@ class Runner:
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraints] = {}
         self._prompts = Prompts(self._network)
+        self._pools = Pools(self._network)
         self._draft: Network | None = None
         """The draft model, in whose KV cache blocks have the same numbers."""
         if others is not None:
@@ -192,14 +196,17 @@ class Runner:
             self._draft.run(step, places, self._history)  # for its KV cache
         slots = self._slots[step.rows] if self._steps.takes_adapters else None
         output = self._network.run(step, places, self._history, slots)
-        drawn = None
+        pooled = drawn = None
+        if sums := self._pools.take(step):
+            pooled = self._pools.dispatch(sums, step, places, output)
+            step = replace(step, samples=without_draws(step, sums))
         if step.drafts is not None:
             drawn = self._draw_tried(step, places, output)
         elif step.samples.any():
             drawn = self._draw(step, places, *self._placement.draws(step, places), output.ending)
         spans = self._prompts.take(step)
         prompts = self._prompts.dispatch(spans, step, places, output) if spans else None
-        return Handle(step.rows.size, output.ending, drawn, step.drafts, drafted, prompts)
+        return Handle(step.rows.size, output.ending, drawn, step.drafts, drafted, prompts, pooled)
 
     def wait(self, handle: Handle) -> None:
         """Wait until a step is done, in place of `collect` where nobody reads what it drew."""
@@ -207,6 +214,12 @@ class Runner:
 
     def collect(self, handle: Handle) -> SampledStep:
         """Wait until a step is done, and fetch what it drew."""
+        sampled = self._drawn_of(handle)
+        if handle.pooled is not None:
+            pooling.collect(handle.pooled, sampled)
+        return sampled
+
+    def _drawn_of(self, handle: Handle) -> SampledStep:
         tokens = np.full(handle.size, -1, np.int32)
         prompts = collect(handle.prompts) if handle.prompts is not None else []
         if handle.drawn is None:
@@ -269,6 +282,7 @@ class Runner:
             _keep(self._logprobs, setup.row, asked.logprobs)
             _keep(self._constraints, setup.row, Constraints.of(asked, setup.prompt_len, self.vocab_size))
             self._prompts.set_up(setup)
+            self._pools.set_up(setup)
         tried = step.drafts if step.drafts is not None and step.drafts.tokens.size else None
         drafts = None if tried is None else self._placement.draft_entries(step, tried)
         for piece in self._placement.setup_pieces(step.setups, drafts) if step.setups or tried is not None else ():

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from bus.messages import EMPTY, Logprobs, StepResult
+from bus.messages import EMPTY, Logprobs, Pooled, StepResult
 from bus.wire import pack_floats, pack_ints
 from executor.merge import Part
 from executor.step import SampledStep
@@ -36,6 +36,10 @@ def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> lis
                 prompt_position=found.position,
             )
         )
+    pooled: list[list[Pooled]] = [[] for _ in parts]
+    for entry, vector in sampled.pooled:
+        place, row = where(entry)
+        pooled[place].append(Pooled(owner=row, vector=pack_floats(vector)))
     for index in sorted(sampled.logprobs):
         token_ids, values, ranks = zip(*sampled.logprobs[index], strict=True)
         place, row = where(index)
@@ -54,6 +58,7 @@ def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> lis
             tokens=pack_ints(sampled.tokens[begin:token_end]),
             counts=EMPTY if counts is None or part.drafts is None else pack_ints(counts[end - part.rows.size : end]),
             logprobs=logprobs[place],
+            pooled=pooled[place],
         )
         for place, (part, end, begin, token_end) in enumerate(
             zip(parts, ends, [0, *token_ends[:-1]], token_ends, strict=True)

@@ -108,9 +108,18 @@ class PromptLogprobs(NamedTuple):
     ranks: Int32
 
 
+class Pooled(NamedTuple):
+    """The vector [hidden size] of the prompt of the `entry`th sequence of a step, which came to its end in it."""
+
+    entry: int
+    vector: Float32
+
+
 @dataclass(frozen=True, slots=True)
 class SampledStep:
     """What a step drew: `tokens` in the order of the merged step, -1 where it did not sample, -2 for NaN logits.
+
+    It is -3 for those in `pooled`, which come in the order of the merged step.
 
     `counts` [n] tokens of each sequence, left out (None) when each has one: of a sequence with drafts those that it
     would have drawn one by one, which are drafts but for the last.
@@ -123,3 +132,4 @@ class SampledStep:
     logprobs: dict[int, list[tuple[Int32, Float32, int]]] = field(default_factory=dict)
     counts: Int32 | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)

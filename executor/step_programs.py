@@ -58,6 +58,7 @@ class StepPrograms:
     | `history` | int32 [shards, rows + 1, positions], the rows' tokens                         |
     | `params`  | `RowParams`, [shards, rows + 1, …]                                            |
     | `adapters`| for each group of layers, the factors of adapters of each                     |
+    | `sums`    | float32 [shards, rows + 1, hidden], see `pooling`                             |
     """
 
     @staticmethod
@@ -116,6 +117,7 @@ class StepPrograms:
         self.history = self._shape((shards, rows + 1, positions), jnp.int32, BY_SHARD)
         blank = RowParams(*self.placement.blank_params())
         self.params = jax.tree.map(lambda x: self._shape(x.shape, x.dtype, BY_SHARD), blank)
+        self.sums = self._shape((shards, rows + 1, facts.hidden_size), jnp.float32, BY_SHARD)
 
         self.decode_sizes = sizes_up_to(rows)
         most_tokens = self.placement.ranks_per_shard * config.max_num_batched_tokens
@@ -157,6 +159,10 @@ class StepPrograms:
                 ending = self.trace_step(name, size)
         for size in self.draw_sizes:
             self.trace_drawing(size, ending)
+        piece = self.placement.pooling_piece(self.lines, _NO_ROWS, self.placement.place(_NO_ROWS))
+        _, vectors = self.programs.trace("pool", self.lines, self.outer, ending, self.sums, piece)
+        if hosts.are_several():
+            self.programs.trace("gather pooled", self.lines, vectors)
         setup = (self.history, self.params, *next(self.placement.setup_pieces([])))
         self.programs.trace("set up", SETUP_TOKENS, *setup)
         if self.takes_adapters:
@@ -240,6 +246,9 @@ class StepPrograms:
                 add("gather tokens", size, compute.gather_shards, (BY_SHARD,), WHOLE)
                 add("gather logprobs", size, compute.gather_lines, (BY_LINE,), WHOLE)
                 add("gather logits", size, compute.gather_lines, (BY_LINE,), WHOLE)
+        add("pool", self.lines, self.model.pool, (outer, BY_SHARD, BY_SHARD, BY_SHARD), BY_SHARD, donate=(2,))
+        if hosts.are_several():
+            add("gather pooled", self.lines, compute.gather_shards, (BY_SHARD,), WHOLE)
         setup = (BY_SHARD,) * 6
         add("set up", SETUP_TOKENS, compute.set_up, setup, BY_SHARD, donate=(0, 1))
         if self.takes_adapters:
@@ -247,6 +256,9 @@ class StepPrograms:
             for group in self.first_groups:
                 factors = meshes.spec_of(self.adapters[group])
                 add(self.layers_name("adapter", group), 1, put, (factors, factors, BY_SHARD), factors, donate=(0,))
+
+
+_NO_ROWS = np.empty(0, np.int32)
 
 
 def _max_model_len(config: Config, facts: ModelFacts) -> int:

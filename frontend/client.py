@@ -7,6 +7,10 @@
 `Client` is for plain scripts, `AsyncClient` for asyncio; both have the same methods. A prompt is a text, a list of chat
 messages, or a list of token ids; sampling parameters are keywords with vLLM's names (`bus.messages.GenerateParams`).
 
+The embeddings of prompts are arrays, float32 [prompts, hidden size]:
+
+    client.embed("a cat", "a dog") @ client.embed("an animal").T
+
 A session is a request whose input keeps coming:
 
     with client.session("One, two,", max_tokens=5) as session:
@@ -27,6 +31,7 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
@@ -40,6 +45,8 @@ from bus.messages import (
     Append,
     CommandRequest,
     Delta,
+    Embed,
+    Embedding,
     EndTurn,
     Error,
     Finished,
@@ -47,12 +54,13 @@ from bus.messages import (
     GenerateParams,
     Goodbye,
     Message,
+    PoolingKind,
     Reply,
     SessionResumed,
     TokenDeltas,
     TurnFinished,
 )
-from bus.wire import Codec, pack_ints, unpack_ints
+from bus.wire import Codec, pack_ints, unpack_floats, unpack_ints
 from frontend.client_session import SessionStream, TurnStream
 from frontend.pieces import Completion, EngineError, Piece, Prompt
 from frontend.session_client import AsyncSession, AsyncTurn, Session, Turn
@@ -70,6 +78,8 @@ __all__ = [
     "Turn",
 ]
 
+Vectors = npt.NDArray[np.float32]
+
 TIMING = Timing(interval=1.0, timeout=15.0)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 TICK_S = 0.2
@@ -78,12 +88,12 @@ TICK_S = 0.2
 class _Stream:
     """A request under way: what was asked, and what has come and not been read yet."""
 
-    def __init__(self, request: Generate) -> None:
+    def __init__(self, request: Generate | Embed) -> None:
         self.request = request
         self.sent = False
         self.started = False
-        self.children_left = request.params.n
-        self.inbox: deque[Piece | EngineError] = deque()
+        self.children_left = request.params.n if isinstance(request, Generate) else 1
+        self.inbox: deque[Piece | Embedding | EngineError] = deque()
 
     @property
     def over(self) -> bool:
@@ -124,7 +134,7 @@ class _Conversation:
             for message in unsent:
                 encoded = self._dialer.encode(self._peer, message, time.monotonic())
                 frames += [encoded] if encoded else []
-                if isinstance(message, Generate) and message.request_id in self.streams:
+                if isinstance(message, Generate | Embed) and message.request_id in self.streams:
                     self.streams[message.request_id].sent = True
         return frames
 
@@ -132,11 +142,14 @@ class _Conversation:
         self, prompt: Prompt, request_id: str | None, options: dict[str, Any], params: dict[str, Any]
     ) -> _Stream:
         request_id = self._id(request_id)
-        stream = _Stream(
-            Generate(request_id=request_id, params=_params(params), **_prompt(prompt), **options),
-        )
-        self.streams[request_id] = stream
-        self._unsent.append(stream.request)
+        return self._begin(Generate(request_id=request_id, params=_params(params), **_prompt(prompt), **options))
+
+    def embed(self, prompt: Prompt, options: dict[str, Any]) -> _Stream:
+        return self._begin(Embed(request_id=self._id(None), **_prompt(prompt), **options))
+
+    def _begin(self, request: Generate | Embed) -> _Stream:
+        stream = self.streams[request.request_id] = _Stream(request)
+        self._unsent.append(request)
         return stream
 
     def open(
@@ -221,7 +234,7 @@ class _Conversation:
                 self.say(session.message(message))
                 self._forget_ended(session)
                 return
-        if isinstance(message, Delta | Finished):
+        if isinstance(message, Delta | Finished | Embedding):
             stream = self.streams.get(message.request_id)
             if stream is not None:
                 stream.started = True
@@ -238,7 +251,11 @@ class _Conversation:
             elif message.request_id in self.streams:
                 self._fail(self.streams[message.request_id], error)
 
-    def _piece(self, stream: _Stream, message: Delta | Finished) -> None:
+    def _piece(self, stream: _Stream, message: Delta | Finished | Embedding) -> None:
+        if isinstance(message, Embedding):
+            stream.children_left = 0
+            stream.inbox.append(message)
+            return
         if isinstance(message, Delta):
             tokens = unpack_ints(message.token_ids).tolist()
             piece = Piece(
@@ -339,6 +356,34 @@ class Client:
     def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """Run a request to its end; one completion per child. Options and errors as in `generate`."""
         return _gather(list(self.generate(prompt, **options)))
+
+    def embed(
+        self,
+        *prompts: Prompt,
+        pooling: PoolingKind | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        adapter: str = "",
+    ) -> Vectors:
+        """The embeddings of prompts, float32 [prompts, hidden size]; they are asked for all at once.
+
+        `pooling` None is the engine's setting; with `normalize` each has a length of 1.
+
+        Raises:
+            EngineError: one was refused or failed.
+            TimeoutError: nothing was heard for `timeout_s`.
+        """
+        options = _embed_options(pooling, normalize, priority, cache_salt, rank, adapter)
+        streams = [self._conversation.embed(prompt, options) for prompt in prompts]
+        try:
+            self._wait(lambda: all(stream.inbox for stream in streams))
+            return _vectors(streams)
+        finally:
+            for stream in streams:
+                self._conversation.forget(stream)
+            self._flush()
 
     def abort(self, request_id: str) -> None:
         """End a request early; its iterator ends with reason abort."""
@@ -455,6 +500,27 @@ class AsyncClient:
         """As `Client.complete`."""
         return _gather([piece async for piece in self.generate(prompt, **options)])
 
+    async def embed(
+        self,
+        *prompts: Prompt,
+        pooling: PoolingKind | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
+        adapter: str = "",
+    ) -> Vectors:
+        """As `Client.embed`."""
+        options = _embed_options(pooling, normalize, priority, cache_salt, rank, adapter)
+        streams = [self._conversation.embed(prompt, options) for prompt in prompts]
+        try:
+            await self._wait(lambda: all(stream.inbox for stream in streams))
+            return _vectors(streams)
+        finally:
+            for stream in streams:
+                self._conversation.forget(stream)
+            await self._flush()
+
     async def abort(self, request_id: str) -> None:
         """As `Client.abort`."""
         self._conversation.abort(request_id)
@@ -516,6 +582,13 @@ class AsyncClient:
             await self._socket.send_multipart(parts)
 
 
+def _embed_options(
+    pooling: PoolingKind | None, normalize: bool, priority: int, cache_salt: str, rank: int | None, adapter: str
+) -> dict[str, Any]:
+    common = {"priority": priority, "cache_salt": cache_salt, "rank": rank, "adapter": adapter}
+    return {"pooling": pooling, "normalize": normalize, **common}
+
+
 def _params(params: dict[str, Any]) -> GenerateParams:
     try:
         return msgspec.convert(params, GenerateParams)
@@ -536,9 +609,23 @@ def _take(stream: _Stream) -> Piece:
     item = stream.inbox.popleft()
     if isinstance(item, EngineError):
         raise item
+    assert isinstance(item, Piece)
     if item.finished is not None and item.finished.reason == "error":
         raise EngineError("failed", item.finished.message)
     return item
+
+
+def _vectors(streams: list[_Stream]) -> Vectors:
+    found = []
+    for stream in streams:
+        item = stream.inbox.popleft()
+        if isinstance(item, EngineError):
+            raise item
+        if isinstance(item, Piece):
+            assert item.finished is not None
+            raise EngineError("failed", item.finished.message or "the request was aborted")
+        found.append(unpack_floats(item.vector))
+    return np.stack(found) if found else np.empty((0, 0), np.float32)
 
 
 def _gather(pieces: list[Piece]) -> list[Completion]:

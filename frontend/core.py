@@ -17,6 +17,7 @@ from bus.messages import (
     Append,
     CommandRequest,
     ComputedBlocks,
+    Embed,
     EndTurn,
     Error,
     ExecutorStatus,
@@ -27,10 +28,12 @@ from bus.messages import (
     Load,
     Message,
     Outputs,
+    Pooling,
     Reply,
     RequestEnded,
     Shutdown,
 )
+from bus.sampling import pooled
 from bus.wire import pack_ints, unpack_ints
 from frontend.adapters import Adapters
 from frontend.commands import EXECUTOR, FOR_EXECUTOR, Commands, answer
@@ -54,6 +57,7 @@ from frontend.seam import (
     StatusUpdate,
     TextOutput,
     TextRefused,
+    TextRendered,
 )
 from frontend.sessions import CONNECTIONS, Sessions, to_client
 
@@ -68,6 +72,7 @@ class FrontendCore:
         """
         self._limits = limits
         self._by_priority = config.policy == "priority"
+        self._pooling = config.pooling
         self._seed_key = seed_key
         self._seeds_drawn = 0
         self._counters = Counters()
@@ -179,6 +184,8 @@ class FrontendCore:
                 return self._commands.replied(_number(peer), message)
         elif isinstance(message, Generate):
             return self._generate(peer, message)
+        elif isinstance(message, Embed):
+            return self._embed(peer, message)
         elif isinstance(message, Abort):
             return self._abort(peer, message)
         elif isinstance(message, CommandRequest):
@@ -233,14 +240,43 @@ class FrontendCore:
                 adapter,
             )
         except BadRequest as error:
-            code, sentence = "invalid", str(error)
+            return self._refuse(peer, request, "invalid", str(error))
         except Unroutable as error:
-            code, sentence = "unavailable", str(error)
+            return self._refuse(peer, request, "unavailable", str(error))
+
+    def _embed(self, peer: Peer, request: Embed) -> list[Effect]:
+        try:
+            self._check_new(peer, request)
+            adapter = self._adapters.identity(request.adapter)
+            tokens = request.prompt_token_ids
+            if tokens is None:
+                self._text_requests[peer, request.request_id] = 1
+                return [RenderText(peer, request)]
+            prompt = check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits, 0)
+            pooling = Pooling(kind=request.pooling or self._pooling, normalize=request.normalize)
+            return self._requests.add(
+                peer,
+                request.request_id,
+                pack_ints(prompt),
+                [pooled(pooling)],
+                self._wall,
+                request.priority,
+                request.cache_salt,
+                request.rank,
+                [],
+                adapter,
+            )
+        except BadRequest as error:
+            return self._refuse(peer, request, "invalid", str(error))
+        except Unroutable as error:
+            return self._refuse(peer, request, "unavailable", str(error))
+
+    def _refuse(self, peer: Peer, request: Generate | Embed, code: str, sentence: str) -> list[Effect]:
         self._counters.add(f"requests_refused/{code}")
-        turn = 1 if request.resumable else 0
+        turn = 1 if isinstance(request, Generate) and request.resumable else 0
         return [to_client(peer, Error(code=code, message=sentence, request_id=request.request_id, turn=turn))]
 
-    def _check_new(self, peer: Peer, request: Generate) -> None:
+    def _check_new(self, peer: Peer, request: Generate | Embed) -> None:
         if not request.request_id:
             raise BadRequest("request_id is empty; give each request an id of its own")
         key = (peer, request.request_id)
@@ -248,9 +284,10 @@ class FrontendCore:
         if in_use or self._sessions.find(*key) is not None:
             raise BadRequest(f"request_id {request.request_id} is in use; wait for its Finished, or choose another")
         prompts = [request.text, request.messages, request.prompt_token_ids]
-        if sum(prompt is not None for prompt in prompts) != 1 and not request.resumable:
+        opens = isinstance(request, Generate) and request.resumable
+        if sum(prompt is not None for prompt in prompts) != 1 and not opens:
             raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
-        if request.mm_features and request.text_output and not request.resumable:
+        if isinstance(request, Generate) and request.mm_features and request.text_output and not opens:
             raise BadRequest("mm_features are for requests of tokens: set text_output to false")
         self._check_priority(request.priority)
         if not self._was_ready:
@@ -312,6 +349,8 @@ class FrontendCore:
             return self._command((None, call.call_id), call)
         if isinstance(call, Detokenised):
             return []
+        if isinstance(call, TextRendered):
+            return self._rendered(call)
         if isinstance(call, SessionCall):
             return self._receive(_connection(call.connection), call.message)
         if isinstance(call, ConnectionClosed):
@@ -336,6 +375,12 @@ class FrontendCore:
             if not self._text_requests[key]:
                 del self._text_requests[key]
         return [Send(call.peer, call.message)]
+
+    def _rendered(self, call: TextRendered) -> list[Effect]:
+        """An embedding is asked for that has its tokens now."""
+        if self._text_requests.pop((call.peer, call.request.request_id), None) is None:
+            return []  # the client is gone
+        return self._embed(call.peer, call.request)
 
     def _add(self, call: AddCall) -> list[Effect]:
         try:

@@ -14,7 +14,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
-from bus.messages import Adapter, ExecutorStatus
+from bus.messages import Adapter, ExecutorStatus, PoolingKind
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
 from frontend.metrics import EngineStatus, RankStats
@@ -43,6 +43,7 @@ class BusLLM(AsyncLLM):
         log_stats: bool,
         ranks: int,
         sight: Sight,
+        pooling: PoolingKind,
         timed: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,6 +56,7 @@ class BusLLM(AsyncLLM):
             ranks=ranks,
             max_model_len=lambda: self.vllm_config.model_config.max_model_len,
             adapters=self.adapters,
+            pooling=pooling,
             timed=timed,
         )
         self._status = status
@@ -117,6 +119,8 @@ class BusLLM(AsyncLLM):
     def _limit_context(self, executor: ExecutorStatus) -> None:
         model_config = self.vllm_config.model_config
         model_config.max_model_len = min(model_config.max_model_len, executor.max_model_len)
+        if model_config.pooler_config is not None:
+            model_config.pooler_config.max_embed_len = model_config.max_model_len - 1
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from bus.messages import (
     AnyCommand,
     GetPauseState,
     Logprobs,
+    PoolingKind,
     RequestStarted,
     ResetEncoderCache,
     ResetPrefixCache,
@@ -73,8 +74,8 @@ class BusClient(EngineCoreClient):
     """One engine core to AsyncLLM; behind it, all ranks. All methods are called on the event loop.
 
     `post` sends a call over the seam. `on_failed(request_id, error)` is told of requests that ended with an error:
-    vLLM's outputs have no place for a sentence.
-    `adapters` are those that are loaded, by name. With `timed`, a `Detokenised` is posted for each step's outputs.
+    vLLM's outputs have no place for a sentence. `adapters` are those that are loaded, by name. Embeddings are pooled as
+    `pooling` says. With `timed`, a `Detokenised` is posted for each step's outputs.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class BusClient(EngineCoreClient):
         ranks: int,
         max_model_len: Callable[[], int],
         adapters: Mapping[str, LoRARequest] = MappingProxyType({}),
+        pooling: PoolingKind = "last",
         timed: bool = False,
     ) -> None:
         self._post = post
         self._on_failed = on_failed
         self._max_model_len = max_model_len
         self._adapters = adapters
+        self._pooling = pooling
         self._timed = timed
         self._under_way: tuple[int, int, float] | None = None
         """Rank, step and time of the outputs that AsyncLLM was given last."""
@@ -104,7 +107,7 @@ class BusClient(EngineCoreClient):
     # Requests
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
-        return ("generate",)
+        return ("generate", "embed")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start a request.
@@ -112,7 +115,7 @@ class BusClient(EngineCoreClient):
         Raises:
             RequestError: it asks for something this engine does not have.
         """
-        sampling = to_sampling(request, self._max_model_len())
+        sampling = to_sampling(request, self._max_model_len(), self._pooling)
         prompt = request.prompt_token_ids
         assert prompt is not None
         self._requests[request.request_id] = _Request(len(prompt), request.trace_headers)
@@ -299,6 +302,8 @@ def _output(delivery: Delivery, request: _Request) -> EngineCoreOutput:
     output = EngineCoreOutput(delivery.request_id, np.frombuffer(delivery.token_ids, "<i4").tolist())
     if delivery.logprobs is not None:
         output.new_logprobs = _logprobs(delivery.logprobs)
+    if delivery.vector is not None:
+        output.pooling_output = torch.from_numpy(np.frombuffer(delivery.vector, "<f4").copy())
     if request.prompt_logprobs:
         output.new_prompt_logprobs_tensors = _prompt_logprobs(request.prompt_logprobs)
         request.prompt_logprobs = []

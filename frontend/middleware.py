@@ -163,8 +163,13 @@ def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.embed.protocol import CohereEmbedRequest, EmbeddingRequest
+    from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest
+    from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+
+    rerank = (RerankRequest,)
 
     return {
         CHAT: (ChatCompletionRequest,),
@@ -176,6 +181,14 @@ def _request_types() -> dict[str, tuple[type[BaseModel], ...]]:
         "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest,),
         "/tokenize": get_args(TokenizeRequest),
         "/detokenize": (DetokenizeRequest,),
+        "/v1/embeddings": get_args(get_args(EmbeddingRequest)[0]),
+        "/v2/embed": (CohereEmbedRequest,),
+        "/pooling": get_args(get_args(PoolingRequest)[0])[:2],  # the third is for plugins
+        "/score": get_args(ScoreRequest),
+        "/v1/score": get_args(ScoreRequest),
+        "/rerank": rerank,
+        "/v1/rerank": rerank,
+        "/v2/rerank": rerank,
     }
 
 

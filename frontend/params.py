@@ -27,18 +27,22 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
 
 
-def check_prompt(tokens: Sequence[int] | npt.NDArray[np.int32], limits: ModelLimits) -> npt.NDArray[np.int32]:
+def check_prompt(
+    tokens: Sequence[int] | npt.NDArray[np.int32], limits: ModelLimits, room: int = 1
+) -> npt.NDArray[np.int32]:
     """The prompt as int32 [n], unless it is empty, too long, or has tokens the model does not know.
+
+    It has to leave `room` for so many tokens of output.
 
     Raises:
         BadRequest: with the sentence.
     """
     if len(tokens) == 0:
         raise BadRequest("the prompt is empty; at least one token is needed")
-    if len(tokens) >= limits.max_model_len:
+    if len(tokens) + room > limits.max_model_len:
         raise BadRequest(
             f"the prompt has {len(tokens)} tokens; with max_model_len {limits.max_model_len} it may have "
-            f"{limits.max_model_len - 1}"
+            f"{limits.max_model_len - room}"
         )
     return check_tokens(tokens, limits)
 

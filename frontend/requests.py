@@ -14,7 +14,9 @@ from bus.messages import (
     AddRequest,
     AppendInput,
     Delta,
+    Embedding,
     Finished,
+    Floats,
     Ints,
     Logprobs,
     MultimodalFeature,
@@ -215,6 +217,9 @@ class Requests:
             if (entry := self._known(handle, rank)) is not None:
                 entry.add_output(tokens)
                 news.add(entry, tokens, logprobs.get(handle))
+        for pooled in outputs.pooled:
+            if (entry := self._known(pooled.owner, rank)) is not None:
+                news.pool(entry, pooled.vector)
         self._counters.add("output_tokens", outputs.tokens.nbytes // 4)
         after = self._begin_and_end(rank, outputs, news, turns)
         return [*news.effects(), *after]
@@ -305,6 +310,7 @@ class News:
         self._batches: dict[Peer, _Batch] = {}
         self._messages: list[Effect] = []
         self._deliveries: dict[int, Delivery] = {}
+        self._vectors: dict[int, Floats] = {}
 
     def start(self, entry: Entry, started: RequestStarted) -> None:
         if entry.wanted and entry.owner is None:
@@ -332,11 +338,18 @@ class News:
         else:
             self._messages.append(Send(entry.owner, _delta(entry, tokens, logprobs)))
 
+    def pool(self, entry: Entry, vector: Floats) -> None:
+        """Keep what a prompt was pooled to until its request ends, which it does in the same step."""
+        self._vectors[entry.handle] = vector
+
     def end(self, entry: Entry, ended: RequestEnded) -> None:
         if not entry.wanted:
             return
+        vector = self._vectors.get(entry.handle)
         if entry.owner is None:
-            self._deliver(entry, ended=ended)
+            self._deliver(entry, ended=ended, vector=vector)
+        elif vector is not None:
+            self._messages.append(Send(entry.owner, _embedding(entry, vector)))
         else:
             self._messages.append(Send(entry.owner, _finished(entry, ended)))
 
@@ -364,6 +377,15 @@ class News:
 def _delta(entry: Entry, tokens: Ints, logprobs: Logprobs) -> Delta:
     own = structs.replace(logprobs, owner=entry.index)
     return Delta(request_id=entry.request_id, index=entry.index, token_ids=tokens, logprobs=own)
+
+
+def _embedding(entry: Entry, vector: Floats) -> Embedding:
+    return Embedding(
+        request_id=entry.request_id,
+        vector=vector,
+        prompt_tokens=entry.num_prompt_tokens,
+        cached_tokens=entry.cached_tokens,
+    )
 
 
 def _finished(entry: Entry, ended: RequestEnded) -> Finished:

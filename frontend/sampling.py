@@ -7,7 +7,8 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from bus.messages import GenerateParams, Sampling
+from bus.messages import GenerateParams, Pooling, PoolingKind, Sampling
+from bus.sampling import pooled
 from frontend.errors import RequestError, unsupported
 from frontend.structured import from_grammar, to_grammar
 
@@ -20,8 +21,12 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-def to_sampling(request: EngineCoreRequest, max_model_len: int, draw_seed: Callable[[], int] = draw_seed) -> Sampling:
+def to_sampling(
+    request: EngineCoreRequest, max_model_len: int, pooling: PoolingKind, draw_seed: Callable[[], int] = draw_seed
+) -> Sampling:
     """The complete parameters of one sequence. `request` is not changed: vLLM's children of `n` share its parameters.
+
+    `pooling` is what is done where an embedding is asked for.
 
     A seeded child arrives with the parent's seed plus its index, so it keeps that; each unseeded one draws its own.
 
@@ -29,6 +34,8 @@ def to_sampling(request: EngineCoreRequest, max_model_len: int, draw_seed: Calla
         RequestError: a feature that this engine does not have.
     """
     _refuse_unsupported(request)
+    if request.pooling_params is not None:
+        return pooled(Pooling(kind=pooling, normalize=request.pooling_params.use_activation is not False))
     params = request.sampling_params
     assert params is not None
     assert params.max_tokens is not None
@@ -96,12 +103,13 @@ def from_generate(params: GenerateParams, *, detokenize: bool) -> SamplingParams
 def _refuse_unsupported(request: EngineCoreRequest) -> None:
     """Raise for the first thing the request asks for that would otherwise be ignored."""
     params = request.sampling_params
+    pooling = request.pooling_params
     asked: dict[str, Any] = {
-        "pooling": request.pooling_params,
         "multimodal input": request.mm_features,
         "a prompt of embeddings": request.prompt_embeds,
         "streaming input": request.resumable,
         "`kv_hints`": request.kv_hints,
+        "`dimensions`": pooling is not None and pooling.dimensions,
     }
     if params is not None:
         asked |= {

@@ -14,9 +14,11 @@ from bus.messages import (
     AnyCommand,
     Append,
     Delta,
+    Embed,
     EndTurn,
     ExecutorStatus,
     Finished,
+    Floats,
     Generate,
     Ints,
     Load,
@@ -68,6 +70,13 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: Peer
     message: Delta | Finished
+
+
+class TextRendered(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a `RenderText` of an embedding: the request with its prompt as tokens, to be served as it is."""
+
+    peer: Peer
+    request: Embed
 
 
 class TextRefused(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +135,7 @@ Call = (
     | AbortCall
     | CommandCall
     | TextOutput
+    | TextRendered
     | TextRefused
     | Detokenised
     | SessionCall
@@ -141,7 +151,8 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """New output of one request: tokens as int32, and its end if it has ended.
 
     A session has `messages` instead of an end: what its client is to be told after these tokens. `prompt_logprobs` are
-    of the part of the prompt after that told before; the last come with the first token.
+    of the part of the prompt after that told before; the last come with the first token. A `vector` is the prompt's,
+    float32, and comes with the end.
     """
 
     request_id: str
@@ -151,6 +162,7 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     ended: RequestEnded | None = None
     messages: tuple[TurnFinished | Finished | SessionResumed, ...] = ()
     prompt_logprobs: Logprobs | None = None
+    vector: Floats | None = None
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -175,10 +187,13 @@ class CommandResult(msgspec.Struct, frozen=True):
 
 
 class RenderText(msgspec.Struct, frozen=True):
-    """Effect: a client asked for generation from or to text. The HTTP side tokenises, generates and detokenises."""
+    """Effect: a client asked for generation from or to text. The HTTP side tokenises, generates and detokenises.
+
+    Of an embedding it only tokenises, and answers with `TextRendered`.
+    """
 
     peer: Peer
-    request: Generate
+    request: Generate | Embed
 
 
 class AbortText(msgspec.Struct, frozen=True):

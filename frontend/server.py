@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from prometheus_client import REGISTRY
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import LoRAConfig, PoolerConfig, VllmConfig
+from vllm.config.pooler import SequencePoolingType
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -17,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from bus.config import Config, ConfigError
 from bus.log import get_logger
+from bus.messages import PoolingKind
 from bus.model_files import ModelSource
 from frontend import parsers
 from frontend.adapter_models import served_models
@@ -41,6 +43,8 @@ from frontend.text import TextRequests
 from frontend.websocket import SessionSockets
 
 log = get_logger()
+
+_POOLING_TYPES: dict[PoolingKind, SequencePoolingType] = {"last": "LAST", "mean": "MEAN"}
 
 GRACEFUL_SHUTDOWN_S = 3
 """How long responses under way may take to end after SIGTERM; their requests are ended at once."""
@@ -80,6 +84,7 @@ async def serve(
         status,
         log_stats=config.log_stats,
         ranks=config.ranks,
+        pooling=config.pooling,
         sight=Sight(index, config.ranks, histograms),
         timed=config.journals("frontend"),
     )
@@ -164,6 +169,10 @@ def _arguments(config: Config, index: int, source: ModelSource, limits: ModelLim
 def _vllm_config(config: Config, args: Namespace) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    # Set afterwards: vLLM's own engine either generates or pools, but its server does both for an engine that does.
+    # As the model is one that generates, vLLM wants room for a token of output.
+    pooling_type, longest = _POOLING_TYPES[config.pooling], vllm_config.model_config.max_model_len - 1
+    vllm_config.model_config.pooler_config = PoolerConfig(pooling_type=pooling_type, max_embed_len=longest)
     # Set afterwards: vLLM would otherwise prepare to start and coordinate ranks of its own. Requests name one of them.
     vllm_config.parallel_config.data_parallel_size = config.ranks
     vllm_config.parallel_config.data_parallel_size_local = config.ranks

@@ -146,7 +146,7 @@ class SteadyOutputs:
 
 def is_plain(outputs: Outputs) -> bool:
     """Whether there is one token for each handle, and no more to say of them than that some begin or end."""
-    return not (outputs.counts.nbytes or outputs.logprobs or outputs.turns)
+    return not (outputs.counts.nbytes or outputs.logprobs or outputs.turns or outputs.pooled)
 
 
 def _client(peer: Peer, entries: list[Entry], places: npt.NDArray[np.intp] | None) -> _Client:

@@ -17,10 +17,11 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from bus.core import Peer
 from bus.log import get_logger
-from bus.messages import Delta, Finished, FinishReason, Generate, Logprobs
+from bus.messages import Delta, Embed, Finished, FinishReason, Generate, Logprobs
+from bus.wire import pack_ints
 from frontend.errors import RequestError
 from frontend.sampling import from_generate
-from frontend.seam import AbortText, Call, RenderText, TextOutput, TextRefused
+from frontend.seam import AbortText, Call, RenderText, TextOutput, TextRefused, TextRendered
 
 log = get_logger()
 
@@ -61,9 +62,12 @@ class TextRequests:
         if task is not None:
             task.cancel()
 
-    async def _run(self, peer: Peer, request: Generate) -> None:
-        progress = _Progress(max(request.params.n, 1))
+    async def _run(self, peer: Peer, request: Generate | Embed) -> None:
+        progress = _Progress(max(request.params.n, 1) if isinstance(request, Generate) else 1)
         try:
+            if isinstance(request, Embed):
+                self._post(TextRendered(peer=peer, request=await self._as_tokens(request)))
+                return
             async for message in self._messages(request, progress):
                 self._post(TextOutput(peer=peer, message=message))
         except asyncio.CancelledError:
@@ -81,8 +85,13 @@ class TextRequests:
             log.exception("text request failed", request_id=request.request_id)
             self._refuse(peer, request, "internal", f"the frontend failed on this request: {type(error).__name__}")
 
-    def _refuse(self, peer: Peer, request: Generate, code: str, message: str) -> None:
+    def _refuse(self, peer: Peer, request: Generate | Embed, code: str, message: str) -> None:
         self._post(TextRefused(peer=peer, request_id=request.request_id, code=code, message=message))
+
+    async def _as_tokens(self, request: Embed) -> Embed:
+        prompt = await self._render(request)
+        tokens = pack_ints(np.asarray(prompt["prompt_token_ids"], np.int32))
+        return structs.replace(request, text=None, messages=None, prompt_token_ids=tokens)
 
     async def _messages(self, request: Generate, progress: _Progress) -> AsyncIterator[Delta | Finished]:
         params = from_generate(request.params, detokenize=request.text_output)
@@ -135,12 +144,13 @@ class TextRequests:
                 f"at most {room} are possible",
             )
 
-    async def _render(self, request: Generate) -> Any:
+    async def _render(self, request: Generate | Embed) -> Any:
         """The prompt as vLLM's engine takes it, with its token ids."""
         renderer = self._engine.renderer
         extras = {"cache_salt": request.cache_salt} if request.cache_salt else None
         if request.messages is not None:
-            chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "continue_final_message": False})
+            answers = isinstance(request, Generate)
+            chat = ChatParams(chat_template_kwargs={"add_generation_prompt": answers, "continue_final_message": False})
             messages = checked_messages(request.messages)
             _, prompts = await renderer.render_chat_async([messages], chat, prompt_extras=extras)
             return prompts[0]

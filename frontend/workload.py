@@ -15,6 +15,8 @@ from bus.messages import (
     Abort,
     Append,
     Delta,
+    Embed,
+    Embedding,
     EndTurn,
     Error,
     Finished,
@@ -26,9 +28,9 @@ from bus.messages import (
     TurnFinished,
 )
 from bus.wire import unpack_ints
-from frontend.seam import AbortCall, AddCall, Deliver
+from frontend.seam import AbortCall, AddCall, Deliver, TextRendered
 
-Request = Generate | Append | EndTurn | Abort
+Request = Generate | Embed | Append | EndTurn | Abort
 
 
 class Arrival(NamedTuple):
@@ -111,6 +113,8 @@ class Latencies:
                 self.got(key_of(request_id), index, at, tokens)
         elif isinstance(message, Delta):
             self.got(key_of(message.request_id), message.index, at, message.token_ids.nbytes // 4)
+        elif isinstance(message, Embedding):
+            self.ended(key_of(message.request_id), at, "stop")
         elif isinstance(message, Finished):
             self.ended(key_of(message.request_id), at, message.reason)
         elif isinstance(message, TurnFinished):
@@ -150,7 +154,7 @@ _SENT = msgspec.msgpack.Decoder(BUSES["client"].down)
 _CAME = msgspec.msgpack.Decoder(BUSES["client"].up)
 _BODY = msgspec.msgpack.Decoder(bytes)
 _CALLS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (AddCall, AbortCall)
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (AddCall, AbortCall, TextRendered)
 }
 _DELIVER = msgspec.msgpack.Decoder(Deliver)
 
@@ -176,6 +180,9 @@ class _Reading:
         if isinstance(message, Generate):
             name = self._names[(*sender, message.request_id)] = f"{len(self._names)}"
             self.recorded.asked(name, at, max(message.params.n, 1))
+        elif isinstance(message, Embed):
+            name = self._names[(*sender, message.request_id)] = f"{len(self._names)}"
+            self.recorded.asked(name, at, 1)
         elif isinstance(message, Append | EndTurn | Abort):
             known = self._names.get((*sender, message.request_id))
             if known is None:
@@ -187,23 +194,28 @@ class _Reading:
             return
         self.arrivals.append(Arrival(at, msgspec.structs.replace(message, request_id=name)))
 
-    def _call(self, frontend: int, call: AddCall | AbortCall, at: float) -> None:
+    def _call(self, frontend: int, call: AddCall | AbortCall | TextRendered, at: float) -> None:
+        if isinstance(call, TextRendered):
+            self._message((frontend, call.peer), call.request, at)
+            return
         if isinstance(call, AbortCall):
             names = [self._names.get((frontend, None, request_id)) for request_id in call.request_ids]
             self.arrivals += [Arrival(at, Abort(request_id=name)) for name in names if name is not None]
             return
         name = self._names[frontend, None, call.request_id] = f"{len(self._names)}"
         self.recorded.asked(name, at, 1)
-        request = Generate(
-            request_id=name,
-            prompt_token_ids=call.prompt_token_ids,
-            params=params_of(call.sampling),
-            text_output=False,
-            priority=call.priority,
-            cache_salt=call.cache_salt,
-            rank=call.rank,
-            adapter=call.adapter,
-        )
+        common: dict[str, Any] = {
+            "request_id": name,
+            "prompt_token_ids": call.prompt_token_ids,
+            "priority": call.priority,
+            "cache_salt": call.cache_salt,
+            "rank": call.rank,
+            "adapter": call.adapter,
+        }
+        if (pooling := call.sampling.pooling) is not None:
+            request: Request = Embed(**common, pooling=pooling.kind, normalize=pooling.normalize)
+        else:
+            request = Generate(**common, params=params_of(call.sampling), text_output=False)
         self.arrivals.append(Arrival(at, request))
 
     def _effect(self, frontend: int, effect: EffectRecord, at: float) -> None:
@@ -283,6 +295,8 @@ class LoadCore:
             self.last_heard = now
             if isinstance(message, Generate):
                 self.latencies.asked(message.request_id, now, max(message.params.n, 1))
+            elif isinstance(message, Embed):
+                self.latencies.asked(message.request_id, now, 1)
             elif isinstance(message, Append) and message.resumable:
                 self.latencies.asked(message.request_id, now)
             yield Send(self._peer, message)

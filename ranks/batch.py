@@ -30,6 +30,7 @@ class Batch:
     - `num_named`: how many of these have their name, from the first on.
     - `prefilling` (bool): whether the last step it was in did not reach its last token.
     - `constrained` (bool): whether the request has a grammar.
+    - `pools` (bool): whether its prompt is pooled when it is computed, and nothing is drawn.
     - `stops` [size, NUM_STOPS]: the tokens it stops at; `NONE` fills the rest. Where there are more, they are in
       `many_stops`.
     - `frontend` and `handle`: its key.
@@ -49,6 +50,7 @@ class Batch:
         self.num_named = np.zeros(size, np.int32)
         self.prefilling = np.zeros(size, np.bool_)
         self.constrained = np.zeros(size, np.bool_)
+        self.pools = np.zeros(size, np.bool_)
         self.frontend = np.zeros(size, np.int32)
         self.handle = np.zeros(size, np.int32)
         self.tokens = np.zeros((size, max_len), np.int32)
@@ -137,6 +139,7 @@ class Batch:
         self.num_named[row] = num_named
         self.prefilling[row] = False
         self.constrained[row] = request.matcher is not None
+        self.pools[row] = request.sampling.pooling is not None
         self.frontend[row] = request.frontend
         self.handle[row] = request.handle
         self._set_stops(row, request)

@@ -33,11 +33,12 @@ class Checks:
         if request.turn < 1:
             raise Refused(f"turn is {request.turn}; turns count from 1")
         self.check_features(request.mm_features, num_prompt)
-        self.check_length(num_prompt + num_output)
+        self.check_length(num_prompt + num_output, room=1 if request.sampling.pooling is None else 0)
         self.check_tokens(request.prompt_token_ids)
         self.check_tokens(request.output_token_ids)
         self.check_sampling(request.sampling, num_output)
         self.check_prompt_logprobs(request.sampling, in_session=request.resumable)
+        self.check_pooling(request.sampling, in_session=request.resumable)
 
     def check_turn(self, turn: AppendInput, sampling: Sampling, num_held: int) -> None:
         """Look at an input for a session that has `num_held` tokens at least when it comes to it.
@@ -51,6 +52,7 @@ class Checks:
         self.check_tokens(turn.prompt_token_ids)
         self.check_sampling(sampling, 0)
         self.check_prompt_logprobs(sampling, in_session=True)
+        self.check_pooling(sampling, in_session=True)
 
     def check_room(self, num_held: int, num_new: int) -> None:
         """Refuse an input of `num_new` tokens that leaves no room for output in a session that has `num_held`."""
@@ -69,11 +71,11 @@ class Checks:
                     f"which has {num_tokens} tokens"
                 )
 
-    def check_length(self, num_tokens: int) -> None:
-        """Refuse more tokens, prompt and output together, than leave room for another."""
-        if num_tokens < self.max_len:
-            return
-        raise Refused(f"the request has {num_tokens} tokens; {self._limit()}, one of which must be left for output")
+    def check_length(self, num_tokens: int, room: int = 1) -> None:
+        """Refuse more tokens, prompt and output together, than leave `room` for others."""
+        if num_tokens + room > self.max_len:
+            output = ", one of which must be left for output" if room else ""
+            raise Refused(f"the request has {num_tokens} tokens; {self._limit()}{output}")
 
     def _limit(self) -> str:
         if self.max_len < self._pool.max_model_len:
@@ -106,3 +108,8 @@ class Checks:
                 f"prompt_logprobs is {asked}; a step of max_num_batched_tokens with more than "
                 f"{self._most_prompt_logprobs} for each token would not fit into a message (max_message_bytes)"
             )
+
+    def check_pooling(self, sampling: Sampling, in_session: bool) -> None:
+        """Refuse to pool a session's context, of which most is not computed."""
+        if sampling.pooling is not None and in_session:
+            raise Refused("pooling is not available in a session; leave it out")

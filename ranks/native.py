@@ -22,6 +22,7 @@ from bus.messages import (
     AppendInput,
     ContinueRow,
     FinishReason,
+    Floats,
     Grammar,
     Ints,
     KvPool,
@@ -29,6 +30,7 @@ from bus.messages import (
     NewRow,
     PartialSchedule,
     PauseState,
+    Pooled,
     RequestEnded,
     RequestStarted,
     ResumeRow,
@@ -50,6 +52,7 @@ from ranks.logprobs import part_of, sampling_for_row
 from ranks.outbox import by_id
 from ranks.output import outputs
 from ranks.planning import Planner, Step
+from ranks.pooling import POOLED, vectors_of
 from ranks.rendering import render
 from ranks.request import Int32, Request, Session, Turn, new_request
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
@@ -106,6 +109,8 @@ class NativeScheduler:
 
     def add(self, frontend: int, request: AddRequest, now: float) -> None:
         self._checks.check(request)
+        if request.sampling.pooling is not None and self._config.single_step:
+            raise Refused("pooling is not available in single-step mode, where tokens are given; leave it out")
         matcher = self._compiled_now(request.sampling, request.output_token_ids)
         name = request.request_id
         if name in self._by_name:
@@ -451,21 +456,24 @@ class NativeScheduler:
             self._check(step.rows, step.samples, tokens)
             counts, table = np.ones_like(tokens), tokens[:, None]
         first = table[:, 0]
-        return self._take(table, counts * (first >= 0), first == NOT_A_NUMBER, result.logprobs)
+        pooled = vectors_of(step.rows[first == POOLED].tolist(), result) if result.pooled or POOLED in first else {}
+        return self._take(table, counts * (first >= 0), first == NOT_A_NUMBER, result.logprobs, pooled)
 
     def _are_drawn(self, tokens: Int32) -> bool:
         """Whether each row of the oldest step has a token of the vocabulary."""
         return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
 
     def _check(self, rows: Rows, samples: npt.NDArray[np.bool_], tokens: Int32) -> None:
-        """Look whether each of `rows` [n], which does or does not sample, may have this one of `tokens` [n]."""
+        """Look whether each of `rows` [n], which comes to its last token or does not, may have this of `tokens` [n]."""
         if tokens.size != rows.size:
             raise BrokenResult(f"it has {tokens.size} tokens for {rows.size} rows")
         drawn = (tokens >= 0) & (tokens < self._pool.vocab_size)
-        fitting = np.where(samples, drawn, tokens == NONE) | (tokens == NOT_A_NUMBER)
+        given = np.where(self._batch.pools[rows], tokens == POOLED, drawn)
+        fitting = np.where(samples, given, tokens == NONE) | (tokens == NOT_A_NUMBER)
         if not fitting.all():
             place = int(fitting.argmin())
-            what = "samples" if samples[place] else "does not sample"
+            does = "is pooled" if self._batch.pools[rows[place]] else "samples"
+            what = does if samples[place] else "does not sample"
             raise BrokenResult(f"row {rows[place]}, which {what}, has token {tokens[place]}")
 
     def _check_counts(self, step: Step, tokens: Int32, counts: Int32) -> None:
@@ -484,9 +492,17 @@ class NativeScheduler:
             raise BrokenResult("a row has several tokens of which one is none")
 
     def _take(
-        self, table: Int32, lengths: Int32, broken: npt.NDArray[np.bool_], logprobs: list[Logprobs]
+        self,
+        table: Int32,
+        lengths: Int32,
+        broken: npt.NDArray[np.bool_],
+        logprobs: list[Logprobs],
+        pooled: dict[int, Floats],
     ) -> StepOutputs:
-        """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest]."""
+        """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest].
+
+        Rows in `pooled` have their vectors instead.
+        """
         self._unsettle()
         step = self._steps.popleft()
         batch = self._batch
@@ -502,6 +518,11 @@ class NativeScheduler:
         ended = []
         if broken.any():
             ended = self._end_broken(rows[broken & held])
+            held &= batch.held[rows]
+        vectors: list[tuple[int, Pooled]] = []
+        if pooled:
+            vectors, done = self._end_pooled([row for row in rows[held].tolist() if row in pooled], pooled)
+            ended += done
             held &= batch.held[rows]
         own = self._own_prompt_logprobs(rows[held], logprobs) if logprobs else []
         for row, drafts in step.drafts.items():
@@ -526,7 +547,9 @@ class NativeScheduler:
         if logprobs:
             own += self._own_logprobs(step, delivered, logprobs)
         turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
-        return self._tell(step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own)
+        return self._tell(
+            step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own, vectors
+        )
 
     def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
         """A row with drafts has `num_tokens` tokens: all but the last are drafts that were right."""
@@ -570,6 +593,15 @@ class NativeScheduler:
         for _ in requests:
             self._statistics.not_a_number()
         return self._finish(requests, "error", "nan", "the model produced NaN logits")
+
+    def _end_pooled(self, rows: list[int], vectors: dict[int, Floats]) -> tuple[list[tuple[int, Pooled]], list[Ended]]:
+        """End the requests in `rows`, which have all they asked for: their vectors, with the frontends they go to."""
+        requests = [self._batch.request(row) for row in rows]
+        told = [
+            (request.frontend, Pooled(owner=request.handle, vector=vectors[row]))
+            for row, request in zip(rows, requests, strict=True)
+        ]
+        return told, self._finish(requests, "stop")
 
     def _end(self, rows: list[int]) -> list[Ended]:
         """The last token of each of these rows is the last of its request, or of its session's turn."""
@@ -630,11 +662,12 @@ class NativeScheduler:
         turns: list[tuple[int, TurnEnded]],
         ended: list[Ended],
         logprobs: list[tuple[int, Logprobs]],
+        pooled: list[tuple[int, Pooled]],
     ) -> StepOutputs:
         """What frontends are told: `rows` got `tokens`, so many each as `counts` says."""
         frontends, handles = self._batch.frontend[rows], self._batch.handle[rows]
         several = counts if tokens.size > rows.size else None
-        return outputs(number, frontends, handles, tokens, several, started, turns, ended, logprobs)
+        return outputs(number, frontends, handles, tokens, several, started, turns, ended, logprobs, pooled)
 
     def _is_alive(self, request: Request) -> bool:
         return self._by_key.get((request.frontend, request.handle)) is request
@@ -667,7 +700,7 @@ class NativeScheduler:
         table = np.full((len(drawn), max(1, int(lengths.max(initial=0)))), NONE, np.int32)
         for line, tokens in zip(table, drawn, strict=True):
             line[: len(tokens)] = tokens
-        given = self._take(table, lengths, np.zeros(len(drawn), np.bool_), [])
+        given = self._take(table, lengths, np.zeros(len(drawn), np.bool_), [], {})
         return given, by_id(given, {(request.frontend, request.handle): request.name for request in self._rendered})
 
     def _check_sampled(self, name: str, tokens: list[int], most: int | None) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.messages import Logprobs, Outputs, RequestEnded, RequestStarted, TurnEnded
+from bus.messages import Logprobs, Outputs, Pooled, RequestEnded, RequestStarted, TurnEnded
 from bus.wire import pack_ints, unpack_ints
 from ranks.scheduler import Ended, StepOutputs
 
@@ -17,6 +17,7 @@ class _Parcel:
     started: list[RequestStarted] = field(default_factory=list)
     turns: list[TurnEnded] = field(default_factory=list)
     ended: list[RequestEnded] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
 
 
 class Outbox:
@@ -44,6 +45,9 @@ class Outbox:
     def ended(self, ended: Ended) -> None:
         self._parcel(ended.frontend).ended.append(ended.ended)
 
+    def pooled(self, frontend: int, pooled: Pooled) -> None:
+        self._parcel(frontend).pooled.append(pooled)
+
     def close(self) -> StepOutputs:
         return [(frontend, self._message(self._parcels[frontend])) for frontend in sorted(self._parcels)]
 
@@ -61,6 +65,7 @@ class Outbox:
             started=parcel.started,
             turns=parcel.turns,
             ended=parcel.ended,
+            pooled=parcel.pooled,
         )
 
 

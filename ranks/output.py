@@ -1,8 +1,10 @@
 """What a step gave, as one message for each frontend that has requests in it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from bus.messages import EMPTY, Logprobs, Outputs, RequestStarted, TurnEnded
+from bus.messages import EMPTY, Logprobs, Outputs, Pooled, RequestStarted, TurnEnded
 from bus.wire import pack_ints
 from ranks.request import Int32
 from ranks.scheduler import Ended
@@ -18,13 +20,14 @@ def outputs(
     turns: list[tuple[int, TurnEnded]],
     ended: list[Ended],
     logprobs: list[tuple[int, Logprobs]],
+    pooled: Sequence[tuple[int, Pooled]] = (),
 ) -> list[tuple[int, Outputs]]:
     """The messages, by frontend, in rising order.
 
     `frontends` and `handles` [n] say whose the tokens are: one each, or, with `counts` [n], that many of `tokens`.
     """
     addressees = [*np.unique(frontends).tolist(), *(place for place, _ in started), *(item.frontend for item in ended)]
-    addressees += [place for place, _ in (*turns, *logprobs)]
+    addressees += [place for place, _ in (*turns, *logprobs)]  # who is in `pooled` has ended
     messages = []
     for frontend in sorted(dict.fromkeys(addressees)):
         mine = frontends == frontend
@@ -40,6 +43,7 @@ def outputs(
                     turns=[item for place, item in turns if place == frontend],
                     ended=[item.ended for item in ended if item.frontend == frontend],
                     logprobs=[item for place, item in logprobs if place == frontend],
+                    pooled=[item for place, item in pooled if place == frontend],
                 ),
             )
         )

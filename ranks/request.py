@@ -11,6 +11,7 @@ from bus.prefix import chain_hash, feature_key, root_hash, split_hashes
 from bus.wire import unpack_ints
 from ranks.grammars import Matcher
 from ranks.logprobs import PromptReport
+from ranks.pooling import takes_all
 
 Int32 = npt.NDArray[np.int32]
 
@@ -101,8 +102,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may take blocks from the prefix cache: log-probabilities of a prompt need all of it computed."""
-        return self.sampling.prompt_logprobs is None
+        """Whether it may take blocks from the prefix cache: log-probabilities and the mean need all of a prompt."""
+        return self.sampling.prompt_logprobs is None and not takes_all(self.sampling)
 
     def name_next(self, tokens: bytes) -> bytes:
         """Name the block after those in `names`; its tokens are raw little-endian int32."""
@@ -138,7 +139,7 @@ def new_request(
         arrival_time=message.arrival_time,
         added_at=now,
         num_prompt=prompt.size,
-        limit=min(prompt.size + message.sampling.max_tokens, max_len),
+        limit=prompt.size + 1 if message.sampling.pooling else min(prompt.size + message.sampling.max_tokens, max_len),
         tokens=tokens,
         root=root_hash(message.cache_salt, message.adapter),
         adapter=message.adapter,

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 from bus.messages import AddRequest, AppendInput, Grammar, Sampling
 from bus.prefix import chain_hash, root_hash, split_hashes
 from bus.wire import unpack_ints
+from ranks.pooling import takes_all
 
 _SAMPLING = "rankbus"
 
@@ -71,6 +72,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
+        skip_reading_prefix_cache=True if takes_all(sampling) else None,
         structured_outputs=structured_outputs(sampling.grammar) if sampling.grammar else None,
         extra_args={_SAMPLING: sampling},
         detokenize=False,

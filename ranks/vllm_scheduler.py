@@ -33,6 +33,7 @@ from bus.messages import (
     AddRequest,
     AppendInput,
     FinishReason,
+    Floats,
     Grammar,
     Ints,
     KvPool,
@@ -40,6 +41,7 @@ from bus.messages import (
     NewRow,
     PartialSchedule,
     PauseState,
+    Pooled,
     RequestEnded,
     RequestStarted,
     ResumeRow,
@@ -56,6 +58,7 @@ from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar
 from ranks.kv_names import KvNames
 from ranks.logprobs import PromptReport, sampling_for_row
 from ranks.outbox import Outbox, by_id
+from ranks.pooling import POOLED, vectors_of
 from ranks.rows import Rows
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.vllm_engine import Engine
@@ -65,6 +68,8 @@ from ranks.vllm_statistics import Statistics
 
 NO_SAMPLE = -1
 NOT_A_NUMBER = -2
+_STANDS_FOR_A_VECTOR = [0]
+"""The token that vLLM is given in place of a prompt's vector: its last, since `max_tokens` is 1."""
 
 _STATUS = {
     "abort": RequestStatus.FINISHED_ABORTED,
@@ -208,6 +213,7 @@ class VllmScheduler:
             raise Refused("the prompt is empty; a session may only be opened so with scheduler = native")
         if request.mm_features:
             raise Refused("features of other media are only available with scheduler = native; leave mm_features out")
+        self._check_pooling(request)
         try:
             vllm = new_request(
                 self._num_added,
@@ -322,6 +328,13 @@ class VllmScheduler:
             self._rows.leave(entry.row)
             entry.row = -1
 
+    def _check_pooling(self, request: AddRequest) -> None:
+        if request.sampling.pooling is None:
+            return
+        if self._config.single_step:
+            raise Refused("pooling is not available in single-step mode, where tokens are given; leave it out")
+        self._checks.check_length(request.prompt_token_ids.nbytes // 4)  # vLLM is to see a token that ends the request
+
     def _check_grammar(self, sampling: Sampling, in_session: bool) -> None:
         if sampling.grammar is not None and in_session:
             raise Refused("a session may only have a grammar with scheduler = native; leave the grammar out")
@@ -355,12 +368,14 @@ class VllmScheduler:
         tokens = unpack_ints(result.tokens).tolist()
         if len(tokens) != len(step.rows):
             raise BrokenResult(f"it has {len(tokens)} tokens for {len(step.rows)} rows")
-        for row, samples, token in zip(step.rows, step.samples, tokens, strict=True):
-            allowed = token == NOT_A_NUMBER or (0 <= token < self._pool.vocab_size if samples else token == NO_SAMPLE)
-            if not allowed:
+        for row, entry, samples, token in zip(step.rows, step.entries, step.samples, tokens, strict=True):
+            given = token == POOLED if entry.sampling.pooling is not None else 0 <= token < self._pool.vocab_size
+            if token != NOT_A_NUMBER and not (given if samples else token == NO_SAMPLE):
                 raise BrokenResult(f"row {row}, which {'samples' if samples else 'does not sample'}, has token {token}")
+        vectors = vectors_of([row for row, token in zip(step.rows, tokens, strict=True) if token == POOLED], result)
         broken = [entry for entry, token in zip(step.entries, tokens, strict=True) if token == NOT_A_NUMBER]
-        return self._update([[token] if token >= 0 else [] for token in tokens], broken, result.logprobs)
+        sampled = [[token] if token >= 0 else _STANDS_FOR_A_VECTOR if token == POOLED else [] for token in tokens]
+        return self._update(sampled, broken, result.logprobs, vectors)
 
     def is_steady(self) -> bool:
         return False
@@ -467,8 +482,14 @@ class VllmScheduler:
                 return True
         return False
 
-    def _update(self, sampled: list[list[int]], broken: list[_Entry], logprobs: list[Logprobs]) -> StepOutputs:
-        """Give vLLM the oldest step's tokens, in the order of its rows."""
+    def _update(
+        self,
+        sampled: list[list[int]],
+        broken: list[_Entry],
+        logprobs: list[Logprobs],
+        vectors: dict[int, Floats],
+    ) -> StepOutputs:
+        """Give vLLM the oldest step's tokens, in the order of its rows; those in `vectors` have their vectors, too."""
         step = self._steps.popleft()
         self._rows.complete(step.number)
         outbox = Outbox(step.number)
@@ -499,14 +520,18 @@ class VllmScheduler:
                 entry = self._by_id[output.request_id]
                 delivered[output.request_id] = output.new_token_ids
                 entry.num_output += len(output.new_token_ids)
-                if output.new_token_ids:
+                if output.new_token_ids and entry.sampling.pooling is not None:
+                    vector = vectors[step.rows[step.entries.index(entry)]]
+                    outbox.pooled(entry.frontend, Pooled(owner=entry.handle, vector=vector))
+                elif output.new_token_ids:
                     outbox.tokens(entry.frontend, entry.handle, output.new_token_ids)
                 if output.finish_reason is not None and entry.vllm.resumable:
                     outbox.turn(entry.frontend, self._end_turn(entry, output))
                 if entry.vllm.is_finished() and entry.vllm.resumable:
                     outbox.ended(self._forget(entry, "closed"))
                 elif entry.vllm.is_finished():
-                    reason = cast(FinishReason, str(output.finish_reason))
+                    pooled = entry.sampling.pooling is not None
+                    reason = "stop" if pooled else cast(FinishReason, str(output.finish_reason))
                     why = ("grammar", NOT_ALLOWED) if reason == "error" else ("", "")
                     outbox.ended(self._forget(entry, reason, output.stop_reason, *why))
                 elif output.finish_reason is not None:  # the end of a session's turn
@@ -572,7 +597,7 @@ class VllmScheduler:
             if any(not 0 <= token < self._pool.vocab_size for token in tokens):
                 raise Refused(f"request {entry.name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
         names = {(entry.frontend, entry.handle): entry.name for entry in step.entries}
-        outputs = self._update([list(sampled.get(entry.name, [])) for entry in step.entries], [], [])
+        outputs = self._update([list(sampled.get(entry.name, [])) for entry in step.entries], [], [], {})
         return outputs, by_id(outputs, names)
 
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:

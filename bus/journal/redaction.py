@@ -58,7 +58,7 @@ PLAIN = frozenset(
     }
 )
 """Fields of bytes that say nothing of any text."""
-ZEROS = frozenset({"masks"})
+ZEROS = frozenset({"masks", "vector"})
 """Fields of bytes that become zeros, as bytes in fields not named here do."""
 TRUE_NAMES = "true_block_hashes"
 """Field that an `AddRequest` gets: hashes of the names it had, as `KvEvents` has them. Its ``block_hashes`` become the

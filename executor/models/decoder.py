@@ -76,12 +76,16 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.embedding_scale, x.dtype)
         return x, rotation_of(positions, rope_frequencies(self.rope, self.head_dim))
 
+    def states(self, x: Array) -> Array:
+        """The hidden states that are a model's output, of the last layer's output; both [1, n, hidden]."""
+        return self.norm(x)
+
     def logits(self, x: Array) -> Array:
         """From the last layer's output [1, n, hidden] to float32 logits [1, n / devices of a shard, vocabulary].
 
         Each device computes a part of the vocabulary for all lines, and gets the whole vocabulary of its lines.
         """
-        x = self.norm(x)
+        x = self.states(x)
         scores = self.embed_tokens.scores(x) if self.lm_head is None else self.lm_head(x)
         if lax.axis_size(MODEL) > 1:
             scores = lax.all_to_all(scores, MODEL, split_axis=1, concat_axis=2, tiled=True)

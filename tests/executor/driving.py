@@ -41,6 +41,7 @@ class Driver:
         self.logprobs: dict[Where, tuple[np.ndarray, np.ndarray, int]] = {}
         self.all_logprobs: dict[Where, list[tuple[np.ndarray, np.ndarray, int]]] = {}
         self.prompt_logprobs: dict[Where, list[PromptLogprobs]] = {}
+        self.pooled: dict[Where, np.ndarray] = {}
         self._setups: list[RowSetup] = []
         self._random = random.Random(0)
         self._free = [list(range(self.runner.blocks_of_rank(rank))) for rank in range(self.config.ranks)]
@@ -159,6 +160,8 @@ class Driver:
         result = {}
         for found in sampled.prompt_logprobs:
             self.prompt_logprobs.setdefault(order[found.entry], []).append(found)
+        for entry, vector in sampled.pooled:
+            self.pooled[order[entry]] = vector
         for index, (where, tokens) in enumerate(
             zip(order, np.split(sampled.tokens, np.cumsum(counts)[:-1]), strict=True)
         ):

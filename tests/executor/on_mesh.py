@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bus.messages import Sampling
+from bus.messages import Pooling, Sampling
+from bus.sampling import pooled
 
 if TYPE_CHECKING:
     from tests.executor.driving import Driver
@@ -38,6 +39,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 SHOWN = Sampling(seed=0, max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=2)
+
+POOLINGS = (Pooling(kind="mean", normalize=False), Pooling(kind="last"))
 
 ASKING = {
     (0, 0): Sampling(seed=1, max_tokens=9, temperature=0.9, top_p=0.9, min_p=0.01, top_k=50),
@@ -71,7 +74,7 @@ def greedy(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
 
 
 def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
-    """Log-probabilities [2, vocabulary] after two of the prompts, and those of the prompts' tokens."""
+    """Log-probabilities [2, vocabulary] after two of the prompts, those of the prompts' tokens, and their vectors."""
     for where in SHOWN_ROWS:
         driver.start(where, prompt_of(where, PROMPTS[where]), SHOWN)
     most = driver.config.max_num_batched_tokens
@@ -79,6 +82,11 @@ def logits(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:
         driver.step(left)
     yield "logits", np.stack([driver.drawn_from(where) for where in SHOWN_ROWS])
     yield "prompts", np.concatenate([driver.take_prompt(where)[1][:, 0] for where in SHOWN_ROWS])
+    for where, pooling in zip(SHOWN_ROWS, POOLINGS, strict=True):
+        driver.start(where, prompt_of(where, PROMPTS[where]), pooled(pooling))
+    while left := {where: min(driver.left(where), most) for where in SHOWN_ROWS if where not in driver.pooled}:
+        driver.step(left)
+    yield "vectors", np.stack([driver.pooled[where] for where in SHOWN_ROWS])
 
 
 def asking(driver: "Driver") -> Iterator[tuple[str, np.ndarray]]:

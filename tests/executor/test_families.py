@@ -20,6 +20,7 @@ from tests.adapters import merged, write_adapter
 from tests.executor import on_mesh
 from tests.executor.driving import Driver
 from tests.executor.test_llama import ALL, generate, logprobs_of, logprobs_within, prompt_of
+from tests.executor.test_pooling import vector_of
 from tests.families import FAMILIES, write_family
 from tests.models import write_folder
 
@@ -102,6 +103,8 @@ def test_tokens_on_a_mesh_are_those_of_transformers(family: str, found: Any, ref
         prompts = [on_mesh.prompt_of(where, on_mesh.PROMPTS[where]) for where in on_mesh.SHOWN_ROWS]
         told = np.concatenate([logprobs_within(model, prompt) for prompt in prompts])
         np.testing.assert_allclose(found[f"{family}/{shape}/prompts"], told, atol=2e-4, err_msg=shape)
+        vectors = [vector_of(model, prompt, how) for prompt, how in zip(prompts, on_mesh.POOLINGS, strict=True)]
+        np.testing.assert_allclose(found[f"{family}/{shape}/vectors"], vectors, atol=2e-4, err_msg=shape)
 
 
 @pytest.mark.timeout(600)

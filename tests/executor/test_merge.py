@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from bus.messages import ContinueRow, NewRow, PartialSchedule, ResumeRow, Sampling
+from bus.messages import ContinueRow, NewRow, PartialSchedule, Pooling, ResumeRow, Sampling
+from bus.sampling import pooled
 from bus.wire import pack_ints, unpack_floats, unpack_ints
 from executor.drafts import judge
 from executor.merge import Limits, Merger, Part, Refused
 from executor.rows import Rows
 from executor.split import split
-from executor.step import Drafts, MergedStep, PromptLogprobs, SampledStep
+from executor.step import Drafts, MergedStep, Pooled, PromptLogprobs, SampledStep
 
 RANKS, ROWS, MAX_LEN, BLOCK, VOCAB, BATCHED = 3, 4, 40, 8, 50, 30
 DRAFTS = 3
@@ -348,9 +349,16 @@ REFUSED = {
     "3 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=3)]),
     "-1 of 3 tokens cannot be computed already": partial(new=[new_row(num_computed_tokens=-1)]),
     "1 of 1 tokens cannot be output": partial(resumed=[RESUMED]),
-    "row 0: prompt_logprobs are only found of a row that is set up": partial(
+    "row 0: prompt_logprobs and pooling are only for a row that is set up": partial(
         new=[new_row()],
         continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=replace_struct(SAMPLING, prompt_logprobs=1))],
+    ),
+    "and pooling are only for a row that is set up with all its tokens": partial(
+        new=[new_row()],
+        continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=pooled(Pooling(kind="last")))],
+    ),
+    "row 0: 1 tokens are computed already; a mean needs all": partial(
+        new=[new_row(num_computed_tokens=1, sampling=pooled(Pooling(kind="mean")))]
     ),
     "row 0 is continued but was never set up": partial(
         continued=[ContinueRow(row=0, token_ids=THREE, drop=0, sampling=SAMPLING)]
@@ -483,6 +491,19 @@ def test_rows_that_run_again_stop_at_the_end_of_their_blocks_and_of_the_model() 
     subject.apply(0, partial(step=3, new=[full]))
     with pytest.raises(Refused, match=f"row 0 would be computed up to {MAX_LEN + 1}, past max_model_len {MAX_LEN}"):
         subject.apply(0, partial(step=4, **again))
+
+
+def test_vectors_go_to_the_rank_and_row_they_are_of() -> None:
+    subject = merger()
+    parts = [
+        subject.apply(0, partial(step=7, rows=[3, 1], new=[new_row(3), new_row(1)], num_tokens=pack_ints([3, 3]))),
+        subject.apply(2, partial(step=9, rows=[2], new=[new_row(2)], num_tokens=THREE)),
+    ]
+    vectors = [np.array([entry, 0.5], np.float32) for entry in (1, 2)]
+    found = [Pooled(1, vectors[0]), Pooled(2, vectors[1])]
+    first, second = split(parts, SampledStep(tokens=np.array([5, -3, -3], np.int32), pooled=found), ROWS)
+    assert [(item.owner, unpack_floats(item.vector).tolist()) for item in first.pooled] == [(1, [1.0, 0.5])]
+    assert [(item.owner, unpack_floats(item.vector).tolist()) for item in second.pooled] == [(2, [2.0, 0.5])]
 
 
 def test_logprobs_go_to_the_rank_and_row_they_are_of() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from bus import messages as m
 from bus.core import Drained, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick
+from bus.sampling import pooled
 from bus.wire import pack_floats, pack_ints, unpack_ints
 from frontend.seam import (
     AbortCall,
@@ -18,6 +19,7 @@ from frontend.seam import (
     StatusUpdate,
     TextOutput,
     TextRefused,
+    TextRendered,
 )
 from tests.frontend.driving import CLIENT, EXECUTOR, OTHER, RANKS, SAMPLING, Engine, ended, outputs
 
@@ -292,6 +294,81 @@ def test_text_requests_go_up_and_their_output_comes_down_until_the_last_child(en
     engine.ask(request_id="t", text="again", prompt_token_ids=None)
     engine.feed(Posted(TextRefused(peer=CLIENT, request_id="t", code="invalid", message="no good")))
     assert engine.take(CLIENT)[0] == m.Error(code="invalid", message="no good", request_id="t")
+
+
+def embed(engine: Engine, **fields: Any) -> None:
+    values = {"request_id": "e", "prompt_token_ids": [5, 6]} | fields
+    engine.feed(Received(CLIENT, m.Embed(**values)))
+
+
+def vector(handle: int) -> m.Pooled:
+    return m.Pooled(owner=handle, vector=pack_floats([handle, 0.5]))
+
+
+def test_embeddings_come_with_the_ends_of_their_requests_and_beside_others(engine: Engine) -> None:
+    embed(engine, prompt_token_ids=[7] * 64, pooling="mean", normalize=False, rank=0, cache_salt="s", priority=3)
+    embed(engine, request_id="f", rank=0)
+    engine.ask(rank=0)
+    http = AddCall(request_id="h", prompt_token_ids=pack_ints([1]), sampling=pooled(m.Pooling(kind="last")), rank=0)
+    engine.feed(Posted(http))
+    mean, last, drawing, over_seam = (message for message in engine.take() if isinstance(message, m.AddRequest))
+    assert mean.sampling == pooled(m.Pooling(kind="mean", normalize=False))
+    assert (mean.cache_salt, mean.priority, mean.prompt_token_ids.nbytes) == ("s", 3, 4 * 64)
+    assert last.sampling == over_seam.sampling == pooled(m.Pooling(kind="last"))
+    handles = [mean.handle, over_seam.handle]
+    started = [m.RequestStarted(handle=handle, cached_tokens=0) for handle in handles]
+    ends = [ended(handle) for handle in handles]
+    found = [vector(handle) for handle in handles]
+    engine.feed(Received(RANKS[0], outputs([drawing.handle], [41], started=started, ended=ends, pooled=found)))
+    tokens, embedding = engine.take(CLIENT)
+    assert tokens == m.TokenDeltas(request_ids=["a"], tokens=pack_ints([41]))
+    assert embedding == m.Embedding(request_id="e", vector=found[0].vector, prompt_tokens=64)
+    (delivery,) = engine.up[-1].outputs
+    assert (delivery.request_id, delivery.vector, delivery.ended) == ("h", found[1].vector, ends[1])
+    failed = ended(last.handle, "error", message="it is not a number")
+    engine.feed(Received(RANKS[0], outputs([], [], ended=[failed])))
+    assert engine.take(CLIENT) == [
+        m.Finished(request_id="f", reason="error", message="it is not a number", prompt_tokens=2)
+    ]
+
+
+def test_a_text_to_embed_goes_up_and_comes_back_as_tokens(engine: Engine) -> None:
+    embed(engine, text="hello", prompt_token_ids=None, pooling="mean", rank=1)
+    asked = engine.up[-1]
+    assert isinstance(asked, RenderText)
+    tokens = m.Embed(request_id="e", prompt_token_ids=pack_ints([4]), pooling="mean", rank=1)
+    rendered = TextRendered(peer=CLIENT, request=tokens)
+    engine.feed(Posted(rendered))
+    rank, add = engine.added()
+    assert (rank, unpack_ints(add.prompt_token_ids).tolist(), add.sampling.pooling) == (1, [4], m.Pooling(kind="mean"))
+    engine.take()
+    engine.feed(Received(CLIENT, m.Abort(request_id="e")))
+    engine.feed(Received(RANKS[1], outputs([], [], ended=[ended(add.handle, "abort")])))
+    assert engine.take(CLIENT) == [m.Finished(request_id="e", reason="abort", prompt_tokens=1)]
+    engine.take()
+    engine.feed(Posted(rendered))
+    assert engine.take() == []  # nobody waits for it
+    embed(engine, text="hello", prompt_token_ids=None)
+    engine.feed(Received(CLIENT, m.Abort(request_id="e")))
+    assert engine.up[-1] == AbortText(CLIENT, "e")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ({"prompt_token_ids": [5] * 65}, "the prompt has 65 tokens; with max_model_len 64 it may have 64"),
+        ({"prompt_token_ids": [100]}, "token id 100 is not in the vocabulary"),
+        ({"text": "both"}, "exactly one of text, messages and prompt_token_ids"),
+        ({"request_id": ""}, "request_id is empty"),
+        ({"rank": 5}, "rank 5 takes no requests now"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_with_a_sentence(engine: Engine, fields: Any, words: str) -> None:
+    embed(engine, **fields)
+    (error,) = engine.take()
+    assert isinstance(error, m.Error)
+    assert words in error.message
 
 
 def command(engine: Engine, command_id: int = 1, body: Any = None, **fields: Any) -> dict[int, m.CommandRequest]:

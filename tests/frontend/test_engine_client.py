@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
-from bus.messages import GetPauseState, LoadAdapter, RequestEnded, RequestStarted, ResetPrefixCache, SetPause
+from bus.messages import GetPauseState, LoadAdapter, Pooling, RequestEnded, RequestStarted, ResetPrefixCache, SetPause
+from bus.sampling import pooled
 from frontend.engine_client import BusClient
 from frontend.errors import RequestError
 from frontend.seam import AbortCall, AddCall, CommandCall, CommandResult, Deliver, Delivery, Detokenised
@@ -28,7 +30,7 @@ class Seam:
         self.calls: list[Any] = []
         self.failed: list[tuple[str, str, int]] = []
         self.answer = answer
-        self.client = BusClient(self._post, self._fail, ranks=2, max_model_len=lambda: 100, timed=timed)
+        self.client = BusClient(self._post, self._fail, ranks=2, max_model_len=lambda: 100, pooling="mean", timed=timed)
 
     def _post(self, call: Any) -> None:
         self.calls.append(call)
@@ -139,6 +141,30 @@ def test_first_output_has_tokens_and_the_prefill() -> None:
         seam.client.on_deliver(Deliver(0, [delivery("a", tokens(6))]))
         (output,) = (await seam.output()).outputs
         assert output.events is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("use_activation", [None, True, False])
+def test_an_embedding_is_asked_for_as_is_set_and_comes_with_the_end(use_activation: bool | None) -> None:
+    async def main() -> None:
+        seam = Seam()
+        params = PoolingParams(task="embed", use_activation=use_activation)
+        asked = msgspec.structs.replace(request(), sampling_params=None, pooling_params=params)
+        await seam.client.add_request_async(asked)
+        assert seam.calls[0].sampling == pooled(Pooling(kind="mean", normalize=use_activation is not False))
+        started = RequestStarted(handle=1, cached_tokens=2)
+        seam.client.on_deliver(Deliver(1, [delivery("a", NONE, started=started)]))
+        vector = memoryview(np.array([1.5, -2.0], "<f4").tobytes())
+        told = delivery("a", NONE, ended=RequestEnded(handle=1, reason="stop"))
+        seam.client.on_deliver(Deliver(1, [msgspec.structs.replace(told, vector=vector)]))
+        (output,) = (await seam.output()).outputs
+        assert output.pooling_output is not None
+        assert output.pooling_output.tolist() == [1.5, -2.0]
+        assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.STOP)
+        shorter = msgspec.structs.replace(asked, pooling_params=PoolingParams(task="embed", dimensions=1))
+        with pytest.raises(RequestError, match="`dimensions` is not supported"):
+            await seam.client.add_request_async(shorter)
 
     asyncio.run(main())
 

@@ -10,19 +10,23 @@ from bus.journal.reader import find
 from bus.messages import (
     Abort,
     Append,
+    Embed,
+    Embedding,
     Error,
     Finished,
     Generate,
     GenerateParams,
+    Pooling,
     RequestEnded,
     Sampling,
     TokenDeltas,
     TurnFinished,
 )
 from bus.replay_command import main
+from bus.sampling import pooled
 from bus.wire import pack_ints
 from frontend.params import ModelLimits, sampling_for
-from frontend.seam import AbortCall, AddCall, Deliver, Delivery
+from frontend.seam import AbortCall, AddCall, Deliver, Delivery, RenderText, TextRendered
 from frontend.workload import Arrival, LoadCore, params_of, read
 from tests.timed_journals import TimedJournals, received
 
@@ -105,6 +109,38 @@ def test_a_client_writes_what_gives_the_recorded_sampling() -> None:
     asking = Sampling(seed=1, max_tokens=4, min_tokens=2, logit_bias={3: 1.5}, logprobs=2, prompt_logprobs=1)
     for sampling in (SAMPLING, asking):
         assert sampling_for(params_of(sampling), 3, limits, sampling.seed) == sampling
+
+
+def test_embeddings_are_asked_for_again_however_they_were(tmp_path: Path) -> None:
+    """By a client with tokens or with a text, which becomes tokens later, and over HTTP."""
+    run = TimedJournals(tmp_path)
+    by_text = Embed(request_id="t", text="hello")
+    rendered = TextRendered(peer=CLIENT, request=Embed(request_id="t", prompt_token_ids=PROMPT, normalize=False))
+    http = AddCall(request_id="h", prompt_token_ids=PROMPT, sampling=pooled(Pooling(kind="mean")))
+    vector = memoryview(b"0123")
+    told = [(CLIENT, Embedding(request_id=name, vector=vector)) for name in "et"]
+    end = Delivery("h", memoryview(b""), ended=RequestEnded(handle=1, reason="stop"), vector=vector)
+    run.turn(FRONTEND, 0, 1, received(CLIENT, Embed(request_id="e", prompt_token_ids=PROMPT, pooling="last")))
+    run.turn(FRONTEND, 5, 6, received(CLIENT, by_text), ("RenderText", RenderText(CLIENT, by_text)))
+    run.turn(FRONTEND, 10, 11, ("posted", "TextRendered", rendered))
+    run.turn(FRONTEND, 20, 21, ("posted", "AddCall", http))
+    run.turn(FRONTEND, 29, 30, ("drained", None, 0.0), *told, ("Deliver", Deliver(1, [end])))
+    workload = read(find([str(run.write())]))
+    asked = [message for _, message in workload.arrivals if isinstance(message, Embed)]
+    assert [(message.pooling, message.normalize) for message in asked] == [
+        ("last", True),
+        (None, False),
+        ("mean", True),
+    ]
+    assert all(message.prompt_token_ids == PROMPT and message.text is None for message in asked)
+    assert (workload.recorded.ends, workload.recorded.unanswered) == ({"stop": 3}, 0)
+    bench = Bench(*workload.arrivals)
+    bench.core.handle(PeerUp(CLIENT))
+    assert len(bench.drain(after=1.0)) == 3
+    for message in asked:
+        bench.hear(Embedding(request_id=message.request_id, vector=vector), after=0.1)
+    assert bench.drain() == [Stop("all requests have ended")]
+    assert bench.core.latencies.ends == {"stop": 3}
 
 
 class Bench:

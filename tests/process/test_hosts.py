@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from bus.config import EX_CONFIG
-from bus.messages import Goodbye, LoadAdapter, Sampling
+from bus.messages import Goodbye, LoadAdapter, Pooling, Sampling
+from bus.sampling import pooled
 from bus.wire import unpack_floats
 from tests.adapters import merged, write_adapter
 from tests.engine import Engine
@@ -47,15 +48,18 @@ def rank(engine: Engine, index: int) -> WireRank:
 
 
 class Played(NamedTuple):
-    """What two ranks have drawn, and the log-probabilities that they have heard of their prompts."""
+    """What two ranks have drawn, the log-probabilities that they have heard of their prompts, and their vectors."""
 
     tokens: list[list[int]]
     values: list[float]
+    vectors: list[list[float]]
 
     def check(self, expected: "Played") -> None:
         assert self.tokens == expected.tokens
         assert len(self.values) == 20 * 41 + 4 * 3
         assert self.values == pytest.approx(expected.values, abs=1e-4)
+        for vector, other in zip(self.vectors, expected.vectors, strict=True):
+            assert vector == pytest.approx(other, abs=1e-4)
 
 
 def play(engine: Engine) -> Played:
@@ -70,7 +74,12 @@ def play(engine: Engine) -> Played:
         # 30 steps go over the border of a block: what is told of a table changes
         tokens = [begun + peer.decode([0], 30)[0] for begun, peer in zip(drawn, (first, second), strict=True)]
         told = [*first.prompt_logprobs, *second.prompt_logprobs]
-        return Played(tokens, [value for found in told for value in unpack_floats(found.values).tolist()])
+        first.schedule({0: 16}, new=[first.new_row(0, list(range(20, 41)), pooled(Pooling(kind="mean")))])
+        second.schedule({0: 5}, new=[second.new_row(0, [9, 8, 7, 6, 5], pooled(Pooling(kind="last")))])
+        first.schedule({0: 5})
+        assert (first.result(), first.result(), second.result()) == ([-1], [-3], [-3])
+        vectors = [unpack_floats(item.vector).tolist() for item in (*first.pooled, *second.pooled)]
+        return Played(tokens, [value for found in told for value in unpack_floats(found.values).tolist()], vectors)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """All processes together, with two frontends: what they share, and what one of them cannot do to the others."""
 
 import asyncio
+import base64
 import fcntl
 import json
 import os
@@ -13,20 +14,25 @@ import sys
 import termios
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 import zmq
+from transformers import AutoModelForCausalLM
 
 from bench.soak_sessions import Plan, run
-from bus.messages import GetPauseState, MakeStats, RequestCounts, TokenCount
+from bus.messages import GetPauseState, MakeStats, Pooling, RequestCounts, TokenCount
 from bus.wire import unpack_floats
 from frontend.client import AsyncClient, Client, EngineError
 from tests.engine import ROOT, START_S, Engine
+from tests.executor.test_pooling import vector_of
 
 SILENCE_S = 4.0
 """A process that was killed, or is stopped, is taken for lost after this long."""
@@ -58,6 +64,7 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
         engine.check_running()
 
 
+LONG = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "text_output": False}
 FEW = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -135,6 +142,110 @@ def test_prompts_have_log_probabilities_however_they_are_asked_for(engine: Engin
         refused = pytest.raises(EngineError, match="not available in a session")
         with kind(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client, refused:
             list(client.session(prompt, **asked).first)
+
+
+def post(engine: Engine, path: str, **body: Any) -> tuple[int, Any]:
+    """Status and JSON of an answer over HTTP."""
+    url = f"http://{engine.config.host}:{engine.port()}{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def embeddings(engine: Engine, **body: Any) -> np.ndarray:
+    """Those of an answer to `/v1/embeddings`, in order."""
+    status, answer = post(engine, "/v1/embeddings", **body)
+    assert status == 200, answer
+    assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([item["embedding"] for item in answer["data"]])
+
+
+def test_embeddings_are_those_of_transformers_over_http_and_the_client_bus(engine: Engine, tiny_model: Path) -> None:
+    """Of several chunks and of one token, on either rank, beside requests that draw, with all of it in the cache.
+
+    Over HTTP, vLLM wants room for a token of output.
+    """
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    prompts = [list(range(20, 170)), [5], [9] * 1024]
+    last, mean = ([vector_of(model, prompt, Pooling(kind=kind)) for prompt in prompts] for kind in ("last", "mean"))
+    longest = [vector_of(model, [9] * 1023, Pooling(kind="last"))]
+    for options in ({"input": [9] * 1023}, {"input": [9] * 2000, "truncate_prompt_tokens": -1}):
+        np.testing.assert_allclose(embeddings(engine, **options), longest, atol=2e-4)
+    with client_of(engine, 0) as client, client_of(engine, 1) as other:
+        expected = tokens(client, PROMPTS[1])
+        running = [other.generate(PROMPTS[1], **LONG, rank=rank) for rank in (0, 1)]
+        for _ in range(2):
+            np.testing.assert_allclose(embeddings(engine, input=prompts[:2]), last[:2], atol=2e-4)
+            for rank in (0, 1):
+                np.testing.assert_allclose(client.embed(*prompts, rank=rank), last, atol=2e-4)
+                np.testing.assert_allclose(client.embed(*prompts, pooling="mean", rank=rank), mean, atol=2e-4)
+        for stream in running:
+            assert [token for piece in stream for token in piece.token_ids] == expected
+        bare = client.embed(prompts[0], pooling="mean", normalize=False)
+        wanted = vector_of(model, prompts[0], Pooling(kind="mean", normalize=False))
+        np.testing.assert_allclose(bare, [wanted], atol=2e-4)
+        chat = [{"role": "user", "content": "hello"}]
+        text, turn = client.embed("a prompt", chat)
+        np.testing.assert_allclose(embeddings(engine, input=["a prompt"]), [text], atol=2e-4)
+        np.testing.assert_allclose(embeddings(engine, messages=chat), [turn], atol=2e-4)
+        asyncio.run(embed_at_once(engine, prompts, mean))
+        refused(lambda: client.embed([5], [259]), "token id 259 is not in the vocabulary; ids go from 0 to 258")
+        refused(lambda: client.embed([5] * 1025), "the prompt has 1025 tokens; .* it may have 1024")
+        refused(lambda: client.embed("x", pooling="cls"), r"Invalid enum value 'cls' - at `\$.pooling`")
+        refused(lambda: client.embed(""), "the prompt is empty")
+    check_idle(engine)
+
+
+async def embed_at_once(engine: Engine, prompts: list[list[int]], expected: list[np.ndarray]) -> None:
+    """All prompts several times over, side by side, of which some are given up."""
+    async with AsyncClient(engine.config.client_endpoint(1), timeout_s=DEADLINE_S) as client:
+        given_up = [asyncio.create_task(client.embed(*prompts, pooling="mean")) for _ in range(3)]
+        asked = [client.embed(*prompts, pooling="mean") for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in given_up:
+            task.cancel()
+        for found in await asyncio.gather(*asked):
+            np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def refused(ask: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(EngineError, match=sentence):
+        ask()
+
+
+def test_embeddings_over_http_have_their_formats_uses_and_refusals(engine: Engine) -> None:
+    status, answer = post(engine, "/v1/embeddings", input=[[5, 6, 7], [8]], encoding_format="base64")
+    assert status == 200
+    found = np.stack([np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in answer["data"]])
+    np.testing.assert_allclose(found, embeddings(engine, input=[[5, 6, 7], [8]]), atol=2e-4)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["total_tokens"]) == (4, 4)
+    status, answer = post(engine, "/pooling", input=[5, 6, 7], use_activation=False)
+    bare = np.array(answer["data"][0]["data"])
+    np.testing.assert_allclose(bare / np.linalg.norm(bare), found[0], atol=2e-4)
+    texts = ["a cat", "a dog", "anything else"]
+    vectors = embeddings(engine, input=texts)
+    cosines = vectors @ vectors[0]
+    for path in ("/score", "/v1/score"):
+        status, answer = post(engine, path, text_1=texts[0], text_2=texts)
+        np.testing.assert_allclose([item["score"] for item in answer["data"]], cosines, atol=2e-4)
+    status, answer = post(engine, "/rerank", query=texts[0], documents=texts)
+    assert [item["index"] for item in answer["results"]] == np.argsort(-cosines).tolist()
+    for path, body, words in (
+        ("/v1/embeddings", {"input": "x", "dimensions": 4}, "dimensions must be unset"),
+        ("/v1/embeddings", {"input": [5] * 1024}, "1024"),
+        ("/v1/embeddings", {"input": [5] * 1025}, "1025"),
+        ("/v1/embeddings", {"input": [[259]]}, "259 is out of vocabulary"),
+        ("/v1/embeddings", {"input": []}, "at least one prompt"),
+        ("/v1/embeddings", {"input": "x", "inputs": "y"}, "did you mean 'input'?"),
+        ("/pooling", {"input": "x", "task": "token_embed"}, "Unsupported task"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "lengths"),
+    ):
+        status, answer = post(engine, path, **body)
+        assert status == 400
+        assert words in answer["error"]["message"]
 
 
 class Late(Client):

@@ -23,6 +23,7 @@ from bus.messages import (
     Message,
     NewRow,
     PartialSchedule,
+    Pooled,
     ResumeRow,
     Sampling,
     StepResult,
@@ -39,6 +40,7 @@ class WireRank:
 
     def __init__(self, config: Config, index: int, incarnation: int, blocks_per_row: int = 16) -> None:
         self.prompt_logprobs: list[Logprobs] = []
+        self.pooled: list[Pooled] = []
         """Of all results so far."""
         self.adapters: list[str] = []
         """The identities of those that rows may have."""
@@ -137,6 +139,7 @@ class WireRank:
         """The tokens of the next step result, which must be what comes next."""
         message = self.receive()
         assert isinstance(message, StepResult), message
+        self.pooled += message.pooled
         self.prompt_logprobs += [found for found in message.logprobs if found.prompt_position]
         return [int(token) for token in unpack_ints(message.tokens)]
 

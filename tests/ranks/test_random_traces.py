@@ -14,10 +14,20 @@ from bus.config import Config
 from bus.counters import Counters
 from bus.messages import Grammar, KvPool, Sampling
 from bus.prefix import split_hashes
-from bus.wire import unpack_ints
+from bus.wire import unpack_floats, unpack_ints
 from ranks.grammars import Grammars
 from ranks.native import NativeScheduler
-from tests.ranks.toy import GRAMMARS, VOCAB, NextToken, ToyExecutor, generate, next_repeating, next_token, request
+from tests.ranks.toy import (
+    GRAMMARS,
+    VOCAB,
+    NextToken,
+    ToyExecutor,
+    generate,
+    next_repeating,
+    next_token,
+    request,
+    vector_of,
+)
 from tests.tiny_model import EOS
 
 MAX_MODEL_LEN = 48
@@ -59,6 +69,8 @@ class Trace:
         self.step = 0
         self.expected: dict[int, tuple[list[int], str]] = {}
         self.output: dict[int, list[int]] = {}
+        self.vectors: dict[int, list[float]] = {}
+        """Of those that are pooled."""
         self.names: set[bytes] = set()
         self.aborted = 0
         self.compiling: list[tuple[int, Grammar]] = []
@@ -88,6 +100,9 @@ class Trace:
         options: dict[str, Any] = {"max_tokens": self.draw.randrange(1, 25)}
         if self.draw.random() < 0.5:
             options["stop_token_ids"] = [self.draw.randrange(VOCAB) for _ in range(4)]
+        if self.draw.random() < 0.1:
+            self.add_pooled(handle, prompt, self.draw.choice(["last", "mean"]))
+            return
         matcher = None
         if self.has_grammars and self.draw.random() < 0.5:
             options["grammar"] = self.draw.choice(GRAMMARS)
@@ -102,6 +117,12 @@ class Trace:
         )
         self.scheduler.add(handle % 3, message, 0.0)
         self.compiling += self.scheduler.take_grammars()
+
+    def add_pooled(self, handle: int, prompt: list[int], kind: str) -> None:
+        self.vectors[handle] = vector_of(prompt, kind)
+        self.output[handle] = []
+        self.expected[handle] = [], "stop"
+        self.scheduler.add(handle % 3, request(handle, prompt, pooling=kind), 0.0)
 
     def turn(self, quiet: bool = False) -> bool:
         """One thing a rank may do; whether anything was left to do."""
@@ -149,7 +170,10 @@ class Trace:
                 done = self.output[handle]
                 assert token == self.expected[handle][0][len(done)]
                 done.append(token)
+            vectors = {item.owner: unpack_floats(item.vector).tolist() for item in message.pooled}
+            assert vectors == {handle: self.vectors[handle] for handle in vectors}
             for ended in message.ended:
+                assert (ended.handle in vectors) == (ended.handle in self.vectors)
                 assert (self.output.pop(ended.handle), ended.reason) == self.expected[ended.handle]
 
     def check_names(self) -> None:
@@ -185,6 +209,7 @@ def note(trace: Trace, seen: dict[str, int]) -> None:
     seen["dropped"] += totals["scheduler_dropped_tokens"] > 0
     seen["aborted"] += trace.aborted > 0
     seen["resumed"] += trace.executor.resumed > 0
+    seen["pooled"] += trace.executor.pooled > 0
 
 
 @pytest.mark.timeout(180)
@@ -213,7 +238,7 @@ def play_with_grammars(seeds: range, make: Callable[[int], Trace]) -> list[Trace
 
 
 def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
-    seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0}
+    seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0, "pooled": 0}
     for seed in range(60):
         trace = Trace(make_scheduler, seed)
         play(trace, seed)
@@ -225,7 +250,16 @@ def test_random_traces(make_scheduler: Callable[..., Any]) -> None:
 def test_random_traces_with_drafts(source: str) -> None:
     """Drafts change how many steps a request takes, and nothing else."""
 
-    seen = {"preempted": 0, "hit": 0, "dropped": 0, "aborted": 0, "resumed": 0, "accepted": 0, "rejected": 0}
+    seen = {
+        "preempted": 0,
+        "hit": 0,
+        "dropped": 0,
+        "aborted": 0,
+        "resumed": 0,
+        "pooled": 0,
+        "accepted": 0,
+        "rejected": 0,
+    }
     for seed in range(40):
         most = 1 + seed % 5
         trace = Trace(

@@ -20,6 +20,7 @@ from bus.links import Identity
 from bus.prefix import block_hashes
 from bus.replay import Replay
 from bus.replay_command import main, replay
+from bus.sampling import pooled
 from bus.wire import pack_floats, pack_ints, unpack_ints
 from ranks.compiling import Compile, Compiled, plain
 from ranks.core import RankCore
@@ -145,6 +146,8 @@ class Traffic:
         )
         if self._compile is not None and draw.random() < 0.4:
             sampling = msgspec.structs.replace(sampling, eos_token_id=EOS, grammar=draw.choice([*GRAMMARS, BAD]))
+        if sampling.grammar is None and draw.random() < 0.15:
+            sampling = pooled(m.Pooling(kind=draw.choice(["last", "mean"])))
         request = m.AddRequest(
             handle=self._handle,
             sequence=self._handle,
@@ -154,7 +157,7 @@ class Traffic:
             priority=draw.choice([0, 0, -1]),
             cache_salt=salt,
             block_hashes=memoryview(block_hashes(pack_ints(prompt), 8, salt)),
-            resumable=self._has_sessions and draw.random() < 0.4,
+            resumable=self._has_sessions and sampling.pooling is None and draw.random() < 0.4,
         )
         self._feed(Received(draw.choice(self._frontends), request))
 

@@ -12,8 +12,9 @@ from bus.counters import Counters
 from bus.messages import AppendInput, KvPool, Logprobs, Sampling, StepResult
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import pack_ints, unpack_floats, unpack_ints
+from ranks.native import NativeScheduler
 from ranks.scheduler import BrokenResult, Refused
-from tests.ranks.toy import VOCAB, ToyExecutor, generate, next_token, request
+from tests.ranks.toy import VOCAB, ToyExecutor, generate, next_token, request, vector_of
 
 MakeScheduler = Callable[..., Any]
 
@@ -34,6 +35,7 @@ class Bench:
         self.ended: dict[int, Any] = {}
         self.started: dict[int, int] = {}
         self.prompts: dict[int, list[Logprobs]] = {}
+        self.vectors: dict[int, list[float]] = {}
 
     def add(self, handle: int, prompt: list[int], max_tokens: int = 8, **options: Any) -> None:
         self.scheduler.add(0, request(handle, prompt, max_tokens, **options), 0.0)
@@ -62,6 +64,8 @@ class Bench:
                 self.output.setdefault(handle, []).extend(tokens[:count])
                 del tokens[:count]
             assert not tokens
+            assert {item.owner for item in message.pooled} <= {item.handle for item in message.ended}
+            self.vectors |= {item.owner: unpack_floats(item.vector).tolist() for item in message.pooled}
             self.note(message.ended)
 
     def note(self, ended: list[Any]) -> None:
@@ -340,6 +344,10 @@ def test_a_pool_of_one_block_serves_nothing(make_scheduler: MakeScheduler) -> No
         (5, {"resumable": True, "prompt_logprobs": 1}, "not available in a session"),
         (5, {"prompt_logprobs": 39}, "prompt_logprobs is 39; .* more than 38 for each"),
         (5, {"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        (5, {"resumable": True, "pooling": "last"}, "pooling is not available in a session"),
+        (5, {"output": [1], "pooling": "last"}, "max_tokens is 1; it must be at least 2"),
+        (5, {"temperature": 0.0, "pooling": "mean"}, "it must be all there is, with a max_tokens of 1"),
+        (65, {"pooling": "last"}, "has 65 tokens; the context holds 64"),
     ],
 )
 def test_what_can_never_be_served_is_refused(
@@ -480,6 +488,71 @@ def test_log_probabilities_of_a_prompt_are_not_found_again_once_there_is_output(
     b.run()
     assert b.executor.prompt_positions == 4 * 9
     assert begun + b.output[4] == b.output[0]
+
+
+def test_prompts_are_pooled_beside_others_though_rows_are_preempted_in_prefill(bench: Any) -> None:
+    """A mean takes nothing from the prefix cache, and what is pooled can be found there."""
+    b = bench(num_blocks=8, long_prefill_token_threshold=4)
+    prompts = [prompt(20, 0), prompt(30, 1), prompt(1, 2)]
+    b.add(0, prompts[0], 20)
+    while 0 not in b.output:
+        b.turn()
+    b.add(1, prompts[1], pooling="mean")
+    b.run()
+    assert b.counters.snapshot()["scheduler_preemptions"] > 0
+    for handle, (place, kind) in enumerate([(2, "last"), (2, "mean"), (1, "mean"), (1, "last")], 2):
+        b.add(handle, prompts[place], pooling=kind)
+        b.run()
+        assert b.vectors[handle] == vector_of(prompts[place], kind)
+    assert b.vectors[1] == vector_of(prompts[1], "mean")
+    assert [b.started[handle] for handle in (4, 5)] == [0, 24]
+    assert b.output == {0: generate(prompts[0], sampling(max_tokens=20), 64)[0]}
+    assert {b.ended[handle].reason for handle in b.vectors} == {"stop"}
+    b.check_clean()
+
+
+def test_what_is_pooled_may_be_aborted_or_not_a_number(bench: Any) -> None:
+    b = bench()
+    for handle in range(3):
+        b.add(handle, prompt(5, handle), pooling="last")
+    b.add(3, prompt(5, 3), 6)
+    b.executor.nan_rows = {1}
+    assert b.send()
+    b.scheduler.finish(0, pack_ints([0]), "abort")
+    b.run()
+    assert b.vectors == {2: vector_of(prompt(5, 2), "last")}
+    assert (b.ended[1].reason, b.ended[1].code) == ("error", "nan")
+    assert b.output == {3: generate(prompt(5, 3), sampling(max_tokens=6), 64)[0]}
+    b.check_clean()
+
+
+def test_the_longest_prompt_is_pooled(make_scheduler: MakeScheduler) -> None:
+    """vLLM's scheduler needs room for a token that stands for the vector."""
+    b = Bench(make_scheduler)
+    if isinstance(b.scheduler, NativeScheduler):
+        b.add(0, prompt(64), pooling="mean")
+        b.run()
+        assert b.vectors == {0: vector_of(prompt(64), "mean")}
+    else:
+        with pytest.raises(Refused, match="has 64 tokens; the context holds 64, one of which must be left"):
+            b.add(0, prompt(64), pooling="mean")
+    b.check_clean()
+
+
+@pytest.mark.parametrize(("pooling", "token"), [("last", 3), ("last", -3), ("last", -1), (None, -3)])
+def test_a_vector_goes_to_whoever_is_pooled(bench: Any, pooling: str | None, token: int) -> None:
+    b = bench()
+    b.add(0, prompt(5), pooling=pooling)
+    assert b.send()
+    given = b.executor.take()
+    broken = msgspec.structs.replace(given, tokens=pack_ints([token]), pooled=[])
+    with pytest.raises(BrokenResult, match="row 0"):
+        b.scheduler.update(broken)
+    b.executor.results.appendleft(given)
+    b.executor.in_flight_rows.appendleft([0])
+    b.executor.in_flight_parts.appendleft(b.executor.merger._last[0])
+    b.run()
+    assert b.ended[0].reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("tokens", [[], [3, 3], [-1], [VOCAB], [-3]])

@@ -25,6 +25,8 @@ from bus.messages import (
     Logprobs,
     NewRow,
     PartialSchedule,
+    Pooled,
+    Pooling,
     ResumeRow,
     Sampling,
     StepResult,
@@ -72,6 +74,12 @@ def logprobs_within(owner: int, tokens: list[int], position: int) -> Logprobs:
         ranks=pack_ints(range(position, position + count)),
         prompt_position=position,
     )
+
+
+def vector_of(tokens: list[int], kind: str) -> list[float]:
+    """What the toy pools a prompt to: a number that follows from its last token's prefix, or from all of them."""
+    numbers = [float(name[0]) for name in prefix_hashes(tokens)]
+    return [numbers[-1] if kind == "last" else sum(numbers)]
 
 
 def allowed_token(token: int, mask: bytes) -> int:
@@ -125,6 +133,7 @@ def request(
     prompt: list[int],
     max_tokens: int = 8,
     *,
+    pooling: str | None = None,
     output: list[int] = (),  # type: ignore[assignment]
     priority: int = 0,
     resumable: bool = False,
@@ -132,13 +141,15 @@ def request(
     adapter: str = "",
     **sampling: object,
 ) -> AddRequest:
+    """With `pooling`, which is a kind, the prompt is pooled."""
+    pools = None if pooling is None else Pooling(kind=pooling)  # type: ignore[arg-type]
     return AddRequest(
         handle=handle,
         sequence=handle + 1,
         request_id=f"r{handle}",
         prompt_token_ids=pack_ints(prompt),
         output_token_ids=pack_ints(list(output)) if output else EMPTY,
-        sampling=Sampling(seed=0, max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        sampling=Sampling(seed=0, max_tokens=1 if pools else max_tokens, pooling=pools, **sampling),  # type: ignore[arg-type]
         priority=priority,
         cache_salt=salt,
         resumable=resumable,
@@ -154,6 +165,10 @@ class _Row:
     constrained: bool
     prompt: list[int]
     """Where log-probabilities of it are asked for."""
+    pooling: str
+    """The kind, if it is pooled."""
+    sum: float = 0.0
+    """Of the tokens that ran, see `vector_of`."""
 
 
 @dataclass
@@ -182,6 +197,7 @@ class ToyExecutor:
     rejected: int = 0
     masked: int = 0
     prompt_positions: int = 0
+    pooled: int = 0
 
     def __post_init__(self) -> None:
         pool = self.pool
@@ -239,6 +255,12 @@ class ToyExecutor:
         ]
         assert not masks
         assert merged.samples.tolist() == [drawn != [-1] for drawn in tokens]
+        pooled = [
+            Pooled(owner=row, vector=pack_floats([self.rows[row].sum]))
+            for row, drawn in zip(rows, tokens, strict=True)
+            if drawn == [-3]
+        ]
+        self.pooled += len(pooled)
         for row, table in zip(rows, merged.block_tables, strict=True):
             used = -(-self.rows[row].position // self.pool.block_size)
             assert table[:used].tolist() == self.rows[row].blocks[:used]
@@ -246,8 +268,9 @@ class ToyExecutor:
         self.in_flight_parts.append(part)
         flat = [token for drawn in tokens for token in drawn]
         numbers = [len(drawn) for drawn in tokens] if any(drafts) else []
+        packed = pack_ints(flat), pack_ints(numbers)
         self.results.append(
-            StepResult(step=schedule.step, tokens=pack_ints(flat), counts=pack_ints(numbers), logprobs=logprobs)
+            StepResult(step=schedule.step, tokens=packed[0], counts=packed[1], logprobs=logprobs, pooled=pooled)
         )
 
     def _guess(self, row: int, count: int) -> list[int]:
@@ -294,7 +317,9 @@ class ToyExecutor:
         num_output = item.num_output_tokens if isinstance(item, ResumeRow) else 0
         asks = item.sampling.prompt_logprobs is not None
         prompt = tokens[: tokens.size - num_output].tolist() if asks else []
-        self.rows[row] = _Row(tokens.tolist(), num_computed, blocks, item.sampling.grammar is not None, prompt)
+        pooling = "" if item.sampling.pooling is None else item.sampling.pooling.kind
+        constrained = item.sampling.grammar is not None
+        self.rows[row] = _Row(tokens.tolist(), num_computed, blocks, constrained, prompt, pooling)
 
     def _continue(self, more: ContinueRow) -> None:
         self.continued += 1
@@ -318,10 +343,17 @@ class ToyExecutor:
             self.kv[row.blocks[position // size], position % size] = hashes[position]
         for position in range(end):
             assert self.kv[row.blocks[position // size], position % size] == hashes[position], "wrong KV"
+        if row.pooling:
+            ran = [float(name[0]) for name in hashes[row.position : end]]
+            row.sum = ran[-1] if row.pooling == "last" else row.sum + sum(ran)
         row.position = end - len(drafts)
         if end < len(tokens):
             assert not masks
             return [-1]
+        if row.pooling:
+            assert not masks
+            assert not drafts
+            return [-2] if number in self.nan_rows else [-3]
         assert len(masks) == (1 + len(drafts) if row.constrained else 0)
         drawn = []
         for place, draft in enumerate((*drafts, None)):

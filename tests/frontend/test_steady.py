@@ -53,7 +53,7 @@ class Side:
             self.requests.rank_up(rank)
 
     def add(self, owner: Peer | None, name: str, rank: int) -> list[int]:
-        effects = self.requests.add(owner, name, pack_ints([1, 2]), [SAMPLING] * 2, 0.0, 0, "", rank, [])
+        effects = self.requests.add(owner, name, pack_ints([1, 2]), [SAMPLING] * 2, 0.0, 0, "", rank, [], "")
         return [effect.message.handle for effect in effects]
 
     def outputs(self, rank: int, outputs: Outputs) -> None:

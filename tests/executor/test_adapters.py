@@ -143,7 +143,8 @@ def test_weights_of_8_bits_take_adapters(tiny: Adapted, engine_cache: Path) -> N
 
 
 def test_without_adapters_programs_take_nothing_for_them(tiny: Adapted, engine_cache: Path) -> None:
-    off, on = (Driver(tiny.model, engine_cache, max_loras=count).runner._steps for count in (0, 1))
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    off, on = (Driver(tiny.model, engine_cache, max_loras=count, **small).runner._steps for count in (0, 1))
     for steps in (off, on):
         steps.trace()
     names = [{key.name for key in steps.programs._traced} for steps in (off, on)]

@@ -58,27 +58,42 @@ inline void pause() {
 #endif
 }
 
-// Calls `task(i)` for each i below `count`, on this thread and those of the pool that are free. Every thread takes the
-// next one that is left, so one that the machine holds up delays the others by a single task.
+// Calls `task(i)` for each i below `count`, on this thread and those of the pool that are free. Each thread has a range
+// of its own, which it goes through in order, so that it knows what it will need next; then it takes from the others'
+// what is left there, so that one that the machine holds up delays the others by a single task.
 template <typename Task>
 void in_parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  if (helpers < 1) {
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), count);
+  if (threads < 2) {
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
+    std::vector<Range> ranges;
+    std::atomic<int64_t> joined{0}, done{0};
   };
   // Helpers may come when all is done and this call is over; they look at `shared` only.
   auto shared = std::make_shared<Shared>();
-  auto take = [shared, count, &task] {
-    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      task(i);
-      shared->done.fetch_add(1, std::memory_order_release);
+  shared->ranges = std::vector<Range>(threads);
+  for (int64_t i = 0; i < threads; ++i) {
+    shared->ranges[i].next = count * i / threads;
+    shared->ranges[i].end = count * (i + 1) / threads;
+  }
+  auto take = [shared, threads, &task] {
+    const int64_t own = shared->joined.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t other = 0; other < threads; ++other) {
+      Range& range = shared->ranges[(own + other) % threads];
+      for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+        task(i);
+        shared->done.fetch_add(1, std::memory_order_release);
+      }
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::function<void()>(take));
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule(std::function<void()>(take));
   take();
   for (int turn = 0; shared->done.load(std::memory_order_acquire) < count; ++turn) {
     if (turn < kPatience) {
@@ -93,29 +108,33 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
 
 constexpr int kRows = 6;          // rows of x that are multiplied at once: as many as the registers hold
 constexpr int64_t kAhead = 64;    // elements of a panel's columns that are asked for before they are needed
-constexpr int64_t kDeep = 768;    // elements of a panel's columns that are gone through at once
+constexpr int64_t kDeep = 288;    // elements of a panel's columns that are gone through at once: half the first cache
 constexpr int64_t kTall = 96;     // rows of x in a task, at most: they stay in the second-level cache
-constexpr int64_t kTaskWork = 1 << 17;  // multiplications of a task, at least
+constexpr int64_t kTaskWork = 1 << 16;  // multiplications of a task, at least
 
-// out[rows × kPanel] = x[rows × depth] · panel[depth × kPanel], added to what is there if `add`.
+// out[rows × kPanel] = x[rows × depth] · panel[depth × kPanel], added to what is there if `add`. Meanwhile memory from
+// `soon` on is asked for, a line of the cache each `every` elements.
 //
 // Each element is summed in the same order whatever `rows` is, so it does not depend on what else is in a batch.
 template <int rows>
 void multiply(const float* x, int64_t x_stride, const float* panel, int64_t depth, float* out, int64_t out_stride,
-              bool add) {
+              bool add, const float* soon, int64_t every) {
   Vector total[rows][2] = {};
   if (add) {
     for (int i = 0; i < rows; ++i) {
       for (int j = 0; j < 2; ++j) total[i][j] = load(out + i * out_stride + j * kWidth);
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(panel + (k + kAhead) * kPanel);
-    const Vector left = load(panel + k * kPanel), right = load(panel + k * kPanel + kWidth);
-    for (int i = 0; i < rows; ++i) {
-      const Vector factor = spread(x[i * x_stride + k]);
-      total[i][0] += factor * left;
-      total[i][1] += factor * right;
+  for (int64_t k = 0; k < depth;) {
+    __builtin_prefetch(soon, 0, 2);
+    soon += kPanel;
+    for (const int64_t stop = std::min(depth, k + every); k < stop; ++k) {
+      const Vector left = load(panel + k * kPanel), right = load(panel + k * kPanel + kWidth);
+      for (int i = 0; i < rows; ++i) {
+        const Vector factor = spread(x[i * x_stride + k]);
+        total[i][0] += factor * left;
+        total[i][1] += factor * right;
+      }
     }
   }
   for (int i = 0; i < rows; ++i) {
@@ -123,21 +142,25 @@ void multiply(const float* x, int64_t x_stride, const float* panel, int64_t dept
   }
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, bool);
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, bool, const float*, int64_t);
 constexpr Multiply kMultiply[] = {nullptr,     multiply<1>, multiply<2>, multiply<3>,
                                   multiply<4>, multiply<5>, multiply<6>};
 
-// Rows `begin` to `end` of x [·, depth] times one panel, to where `out` says, in lines that lie `stride` apart.
-void multiply_panel(const float* x, const float* panel, float* out, int64_t begin, int64_t end, int64_t depth,
-                    int64_t stride) {
+// Rows `begin` to `end` of x [·, depth] times one panel, to where `out` says, in lines that lie `stride` apart. `next`
+// is the panel that this thread is likely to take then.
+void multiply_panel(const float* x, const float* panel, const float* next, float* out, int64_t begin, int64_t end,
+                    int64_t depth, int64_t stride) {
   const int64_t rows = end - begin, groups = (rows + kRows - 1) / kRows;
   const int64_t pieces = (depth + kDeep - 1) / kDeep, deep = (depth + pieces - 1) / pieces;
   for (int64_t from = 0; from < depth; from += deep) {
-    const int64_t now = std::min(deep, depth - from);
+    const int64_t now = std::min(deep, depth - from), share = (deep + groups - 1) / groups;
+    const float* piece = panel + from * kPanel;
+    // While a piece is gone through again and again, the next one comes, a share with each group.
+    const float* soon = from + deep < depth ? piece + deep * kPanel : next;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = begin + rows * group / groups, count = begin + rows * (group + 1) / groups - first;
-      kMultiply[count](x + first * depth + from, depth, panel + from * kPanel, now, out + first * stride, stride,
-                       from > 0);
+      kMultiply[count](x + first * depth + from, depth, piece, now, out + first * stride, stride, from > 0,
+                       groups > 1 ? soon + group * share * kPanel : piece + kAhead * kPanel, groups);
     }
   }
 }
@@ -171,7 +194,8 @@ int64_t live_rows(const float* x, int64_t rows, int64_t depth) {
   return rows;
 }
 
-// Calls `panel_task(begin, end, panel)` for bands of rows and each of `panels` panels, in parallel.
+// Calls `panel_task(begin, end, panel, next)` for bands of rows and each of `panels` panels, in parallel. `next` is the
+// panel that the thread is likely to take then.
 template <typename PanelTask>
 void over_panels(ffi::ThreadPool& pool, int64_t rows, int64_t depth, int64_t panels, const PanelTask& panel_task) {
   if (rows == 0) return;
@@ -179,9 +203,10 @@ void over_panels(ffi::ThreadPool& pool, int64_t rows, int64_t depth, int64_t pan
   const int64_t grain = std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, tall * depth * kPanel), 1, panels);
   const int64_t runs = (panels + grain - 1) / grain;
   in_parallel(pool, bands * runs, [&](int64_t task) {
-    const int64_t begin = task / runs * tall, end = std::min(rows, begin + tall);
-    const int64_t first = task % runs * grain, last = std::min(panels, first + grain);
-    for (int64_t panel = first; panel < last; ++panel) panel_task(begin, end, panel);
+    const int64_t begin = task / runs * tall, end = std::min(rows, begin + tall), run = task % runs;
+    for (int64_t panel = panels * run / runs; panel < panels * (run + 1) / runs; ++panel) {
+      panel_task(begin, end, panel, panel + 1 < panels ? panel + 1 : 0);
+    }
   });
 }
 
@@ -213,12 +238,16 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
     std::fill((*out)->typed_data() + rows * width, (*out)->typed_data() + all * width,
               std::numeric_limits<float>::quiet_NaN());
   }
-  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel) {
+  const auto part_of = [&](int64_t panel) {
     size_t i = parts.size() - 1;
     while (parts[i].first > panel) --i;
-    const int64_t own = panel - parts[i].first;
-    multiply_panel(from, parts[i].panels + own * depth * kPanel, parts[i].out + own * kPanel, begin, end, depth,
-                   parts[i].width);
+    return parts[i];
+  };
+  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel, int64_t next) {
+    const Weight part = part_of(panel), then = part_of(next);
+    const int64_t own = panel - part.first;
+    multiply_panel(from, part.panels + own * depth * kPanel, then.panels + (next - then.first) * depth * kPanel,
+                   part.out + own * kPanel, begin, end, depth, part.width);
   });
   return ffi::Error::Success();
 }
@@ -248,11 +277,12 @@ ffi::Error gated(ffi::ThreadPool pool, bool gelu, ffi::Buffer<ffi::F32> x, ffi::
   float* to = out->typed_data();
   const int64_t rows = live_rows(from, all, depth);
   std::fill(to + rows * width, to + all * width, std::numeric_limits<float>::quiet_NaN());
-  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel) {
+  const int64_t size = depth * kPanel;
+  over_panels(pool, rows, depth, panels, [&](int64_t begin, int64_t end, int64_t panel, int64_t next) {
+    const float *gates = gate.typed_data() + panel * size, *ups = up.typed_data();
     float factors[kTall * kPanel];
-    multiply_panel(from + begin * depth, up.typed_data() + panel * depth * kPanel, factors, 0, end - begin, depth,
-                   kPanel);
-    multiply_panel(from, gate.typed_data() + panel * depth * kPanel, to + panel * kPanel, begin, end, depth, width);
+    multiply_panel(from + begin * depth, ups + panel * size, gates, factors, 0, end - begin, depth, kPanel);
+    multiply_panel(from, gates, ups + next * size, to + panel * kPanel, begin, end, depth, width);
     for (int64_t row = begin; row < end; ++row) {
       float* line = to + row * width + panel * kPanel;
       const float* factor = factors + (row - begin) * kPanel;

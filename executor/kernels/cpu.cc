@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kWidth = 8;            // floats in a vector
 constexpr int kPanel = 2 * kWidth;   // columns of a weight that lie together
+constexpr int kLine = 16;            // floats in a line of the caches
 
 typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
@@ -296,16 +297,31 @@ ffi::Error gated(ffi::ThreadPool pool, bool gelu, ffi::Buffer<ffi::F32> x, ffi::
 
 constexpr int64_t kChunk = 64;     // positions whose scores are held at once
 constexpr int64_t kTile = 8;       // tokens of a sequence whose queries are gone through together
-constexpr int64_t kSoon = 16;      // positions after which a key and its value are used that are asked for now
+constexpr int64_t kSoon = kChunk;  // positions after which a key or a value is used that is asked for now
 constexpr float kMasked = -1e30f;  // score of a position that is not to be seen
 
-// scores[i][p] of `rows` queries, each `dim` long, with the keys that lie at `offset` of four places.
-template <int rows>
-void score(const float* queries, const float* const* places, int64_t offset, int64_t dim, float* scores) {
+// What will be read is asked for in the order in which it lies in memory, evenly while other work is done, and long
+// before it is used: that keeps the memory busy, which gives half as much in another order. What is asked for are
+// `width` floats from `offset` on of each place up to `last`.
+struct Soon {
+  const float *const *place, *const *last;
+  int64_t offset, width, at;
+  void ask() {
+    __builtin_prefetch(*place + offset + at, 0, 2);
+    at += kLine;
+    if (at >= width) at = 0, place += place < last;
+  }
+};
+
+// scores[i][p] of `rows` queries, each `dim` long, with the keys that lie at `offset` of four places. If `ahead`, as much
+// is asked for as is read.
+template <int rows, bool ahead>
+void score(const float* queries, const float* const* places, int64_t offset, int64_t dim, float* scores, Soon& soon) {
   Vector total[rows][4] = {};
   for (int64_t d = 0; d < dim; d += kWidth) {
     Vector query[rows];
     for (int i = 0; i < rows; ++i) query[i] = load(queries + i * dim + d);
+    if (ahead) soon.ask(), soon.ask();
     for (int p = 0; p < 4; ++p) {
       const Vector key = load(places[p] + offset + d);
       for (int i = 0; i < rows; ++i) total[i][p] += query[i] * key;
@@ -314,15 +330,18 @@ void score(const float* queries, const float* const* places, int64_t offset, int
   for (int i = 0; i < rows; ++i) sums(total[i], scores + i * kChunk);
 }
 
-// mixed[i] += Σ weights[i][p] · the value at `offset` of places[p], over `vectors` vectors of the head.
-template <int rows, int vectors>
+// mixed[i] += Σ weights[i][p] · the value at `offset` of places[p], over `vectors` vectors of the head; `ahead` as above.
+template <int rows, int vectors, bool ahead>
 void mix(const float* weights, const float* const* places, int64_t offset, int64_t positions, int64_t dim,
-         float* mixed) {
+         float* mixed, Soon& soon) {
   Vector total[rows][vectors];
   for (int i = 0; i < rows; ++i) {
     for (int j = 0; j < vectors; ++j) total[i][j] = load(mixed + i * dim + j * kWidth);
   }
   for (int64_t p = 0; p < positions; ++p) {
+    if (ahead) {
+      for (int j = 0; j < vectors; j += kLine / kWidth) soon.ask();
+    }
     Vector value[vectors];
     for (int j = 0; j < vectors; ++j) value[j] = load(places[p] + offset + j * kWidth);
     for (int i = 0; i < rows; ++i) {
@@ -335,18 +354,22 @@ void mix(const float* weights, const float* const* places, int64_t offset, int64
   }
 }
 
-template <int rows>
+template <int rows, bool ahead>
 void mix_heads(const float* weights, const float* const* places, int64_t offset, int64_t positions, int64_t dim,
-               float* mixed) {
+               float* mixed, Soon& soon) {
   int64_t d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
-    mix<rows, 4>(weights, places, offset + d, positions, dim, mixed + d);
+    mix<rows, 4, ahead>(weights, places, offset + d, positions, dim, mixed + d, soon);
   }
-  for (; d < dim; d += kWidth) mix<rows, 1>(weights, places, offset + d, positions, dim, mixed + d);
+  for (; d < dim; d += kWidth) mix<rows, 1, ahead>(weights, places, offset + d, positions, dim, mixed + d, soon);
 }
 
-constexpr decltype(&score<1>) kScore[] = {nullptr, score<1>, score<2>, score<3>};
-constexpr decltype(&mix_heads<1>) kMix[] = {nullptr, mix_heads<1>, mix_heads<2>, mix_heads<3>};
+constexpr decltype(&score<1, true>) kScore[][2] = {
+    {}, {score<1, false>, score<1, true>}, {score<2, false>, score<2, true>}, {score<3, false>, score<3, true>}};
+constexpr decltype(&mix_heads<1, true>) kMix[][2] = {{},
+                                                     {mix_heads<1, false>, mix_heads<1, true>},
+                                                     {mix_heads<2, false>, mix_heads<2, true>},
+                                                     {mix_heads<3, false>, mix_heads<3, true>}};
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kTogether = 3;  // queries that share what is loaded of keys and values
 
@@ -399,10 +422,34 @@ void weigh_line(const Options& options, float* line, int64_t count, int64_t hidd
   top = new_top;
 }
 
-// Tokens `begin` to `end` of a step, of one sequence, the first at `position`, and the queries of KV heads `first_head`
-// to `last_head`.
-void attend(const Shape& shape, const Options& options, const float* q, const float* cache, const int32_t* table,
-            int64_t begin, int64_t end, int64_t position, int64_t first_head, int64_t last_head, float* out) {
+// Tokens `begin` to `end` of a step, of one sequence, the first at `position`; `cache` is their shard's, `table` their
+// sequence's.
+struct Tile {
+  const float* cache;
+  const int32_t* table;
+  int64_t shard, begin, end, position;
+  // The positions that are seen.
+  int64_t first(const Options& options) const {
+    return options.window > 0 ? std::max<int64_t>(0, position + 1 - options.window) : 0;
+  }
+  int64_t last() const { return position + end - begin; }
+};
+
+// Adds where the positions of a tile lie, up to `last`.
+void add_places(const Shape& shape, const Tile& tile, int64_t first, int64_t last, std::vector<const float*>& places) {
+  while (first < last) {
+    const int64_t block = first / shape.block_size, stop = std::min(last, (block + 1) * shape.block_size);
+    const float* from = tile.cache + (tile.table[block] * shape.block_size + first - block * shape.block_size) *
+                                         shape.position_stride();
+    for (; first < stop; ++first, from += shape.position_stride()) places.push_back(from);
+  }
+}
+
+// The queries of KV heads `first_head` to `last_head` of a tile, in q and out [tokens, heads, dim] of its shard. `next`
+// is the tile that this thread is likely to take then.
+void attend(const Shape& shape, const Options& options, const float* q, const Tile& tile, const Tile& next,
+            int64_t first_head, int64_t last_head, float* out) {
+  const int64_t begin = tile.begin, end = tile.end, position = tile.position;
   thread_local Scratch scratch;
   const int64_t dim = shape.dim, shared = shape.shared(), rows = (end - begin) * shared;
   const int64_t lines = rows * (last_head - first_head);
@@ -418,17 +465,13 @@ void attend(const Shape& shape, const Options& options, const float* q, const fl
     for (int64_t d = 0; d < dim; ++d) queries[line * dim + d] = from[d] * options.scale;
   }
 
-  const int64_t seen = position + (end - begin);
-  const int64_t first = options.window > 0 ? std::max<int64_t>(0, position + 1 - options.window) : 0;
-  auto& places = scratch.places;  // of the positions from `first` on; the last one again and again after the end
+  const int64_t seen = tile.last(), first = tile.first(options);
+  auto& places = scratch.places;  // of what is seen, and then of what comes soon
   places.clear();
-  for (int64_t place = first; place < seen;) {
-    const int64_t block = place / shape.block_size, stop = std::min(seen, (block + 1) * shape.block_size);
-    const float* from = cache + (table[block] * shape.block_size + place - block * shape.block_size) *
-                                    shape.position_stride();
-    for (; place < stop; ++place, from += shape.position_stride()) places.push_back(from);
-  }
+  add_places(shape, tile, first, seen, places);
+  add_places(shape, next, next.first(options), std::min(next.first(options) + kSoon, next.last()), places);
   places.resize(seen - first + kWidth + kSoon, places.back());
+  Soon soon = {places.data() + kSoon, &places.back(), 2 * first_head * dim, 2 * (last_head - first_head) * dim, 0};
 
   for (int64_t from = first; from < seen; from += kChunk) {
     const int64_t count = std::min(kChunk, seen - from), padded = (count + kWidth - 1) / kWidth * kWidth;
@@ -440,12 +483,8 @@ void attend(const Shape& shape, const Options& options, const float* q, const fl
       for (int64_t row = skipped; row < rows; row += kTogether) {
         const int64_t group = std::min(kTogether, rows - row);
         for (int64_t p = 0; p < padded; p += 4) {
-          if (row == skipped) {
-            for (int64_t ahead = p + kSoon; ahead < p + kSoon + 4; ++ahead) {
-              for (int64_t d = 0; d < 2 * dim; d += 16) __builtin_prefetch(here[ahead] + keys + d, 0, 2);
-            }
-          }
-          kScore[group](queries + (base + row) * dim, here + p, keys, dim, scores + row * kChunk + p);
+          kScore[group][row == skipped](queries + (base + row) * dim, here + p, keys, dim, scores + row * kChunk + p,
+                                             soon);
         }
       }
       for (int64_t row = skipped; row < rows; ++row) {
@@ -456,7 +495,8 @@ void attend(const Shape& shape, const Options& options, const float* q, const fl
       }
       for (int64_t row = skipped; row < rows; row += kTogether) {
         const int64_t group = std::min(kTogether, rows - row);
-        kMix[group](scores + row * kChunk, here, values, count, dim, mixed + (base + row) * dim);
+        kMix[group][row == skipped](scores + row * kChunk, here, values, count, dim,
+                                    mixed + (base + row) * dim, soon);
       }
     }
   }
@@ -465,10 +505,6 @@ void attend(const Shape& shape, const Options& options, const float* q, const fl
     for (int64_t d = 0; d < dim; ++d) to[d] = mixed[line * dim + d] / scratch.total[line];
   }
 }
-
-struct Tile {
-  int64_t shard, sequence, begin, end, position;
-};
 
 // See executor/attention.py; all arrays have a leading axis of shards, and `kv` is changed in place.
 ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> q,
@@ -486,6 +522,7 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
   float* cache = new_kv->typed_data();
   if (cache != kv.typed_data()) std::memcpy(cache, kv.typed_data(), kv.size_bytes());
 
+  const int64_t cache_size = shape.blocks * shape.block_size * shape.position_stride();
   std::vector<Tile> tiles;
   for (int64_t shard = 0; shard < shards; ++shard) {
     int64_t token = 0;
@@ -494,7 +531,8 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
       const int64_t position = positions.typed_data()[place];
       for (int64_t done = 0; done < count; done += kTile) {
         const int64_t begin = token + done, end = token + std::min(count, done + kTile);
-        tiles.push_back({shard, sequence, begin, end, position + done});
+        tiles.push_back({cache + shard * cache_size, tables.typed_data() + place * shape.table, shard, begin, end,
+                         position + done});
       }
       token += count;
     }
@@ -502,14 +540,10 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
     std::fill(rest, rest + (shape.tokens - token) * shape.heads * shape.dim, std::numeric_limits<float>::quiet_NaN());
   }
 
-  const int64_t cache_size = shape.blocks * shape.block_size * shape.position_stride();
-  const auto table_of = [&](const Tile& tile) {
-    return tables.typed_data() + (tile.shard * shape.sequences + tile.sequence) * shape.table;
-  };
   const auto write = [&](const Tile& tile) {
     for (int64_t token = tile.begin; token < tile.end; ++token) {
       const int64_t at = tile.position + token - tile.begin;
-      const int64_t place = table_of(tile)[at / shape.block_size] * shape.block_size + at % shape.block_size;
+      const int64_t place = tile.table[at / shape.block_size] * shape.block_size + at % shape.block_size;
       float* to = cache + tile.shard * cache_size + place * shape.position_stride();
       const int64_t from = (tile.shard * shape.tokens + token) * shape.kv_heads * shape.dim;
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
@@ -526,11 +560,11 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
   const int64_t count = tiles.size();
   const int64_t parts = count < kTilesPerThread * pool.num_threads() ? shape.kv_heads : 1;
   in_parallel(pool, count * parts, [&](int64_t task) {
-    const Tile& tile = tiles[count - 1 - task / parts];
-    const int64_t start = tile.shard * shape.tokens * shape.heads * shape.dim, part = task % parts;
-    attend(shape, options, q.typed_data() + start, cache + tile.shard * cache_size, table_of(tile), tile.begin,
-           tile.end, tile.position, part * shape.kv_heads / parts, (part + 1) * shape.kv_heads / parts,
-           out->typed_data() + start);
+    const int64_t at = count - 1 - task / parts, part = task % parts;
+    const Tile &tile = tiles[at], &next = tiles[std::max<int64_t>(0, at - 1)];
+    const int64_t start = tile.shard * shape.tokens * shape.heads * shape.dim;
+    attend(shape, options, q.typed_data() + start, tile, next, part * shape.kv_heads / parts,
+           (part + 1) * shape.kv_heads / parts, out->typed_data() + start);
   });
   return ffi::Error::Success();
 }

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from executor.attention_cpu import blank_cache
 from executor.compute import Adapters
 from executor.placement import Places
 from executor.programs import bucket
@@ -30,7 +31,7 @@ class Network:
     def __init__(self, steps: StepPrograms) -> None:
         self.steps = steps
         self.outer = steps.outer
-        self.kv = jax.tree.map(zeros, steps.kv)
+        self.kv = jax.tree.map(blank_cache if steps.kernels else zeros, steps.kv)
         self._layers = steps.layers
         self._adapters = jax.tree.map(zeros, steps.adapters)
 

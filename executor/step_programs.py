@@ -88,7 +88,8 @@ class StepPrograms:
         self.adapter_layout = AdapterLayout(model, mesh, config.max_loras, config.max_lora_rank, dtype)
         self.model, self.outer, layers = Model.take_apart(model)
         heads = (facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self._kernels = kernels and KernelAttention.takes(*heads, dtype)
+        self.kernels = kernels and KernelAttention.takes(*heads, dtype)
+        """Whether attention is the CPU's kernel."""
         together = _largest_divisor(facts.num_layers, MOST_LAYERS[self.platform])
         starts = range(0, facts.num_layers, together)
         self.layers = [layers[start : start + together] for start in starts]
@@ -133,7 +134,7 @@ class StepPrograms:
         """How steps of a kind (decode, mixed) attend."""
         if self.platform == "tpu":
             return TpuAttention(self.block_size, one_each=name == "decode")
-        return KernelAttention() if self._kernels else XlaAttention(self.block_size, one_each=name == "decode")
+        return KernelAttention() if self.kernels else XlaAttention(self.block_size, one_each=name == "decode")
 
     def layers_name(self, name: str, group: int) -> str:
         """The program that runs a group of layers in steps of that name; groups of like layers share one."""

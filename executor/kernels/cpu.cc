@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <sched.h>
+#include <sys/mman.h>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -108,7 +109,7 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
 // Products
 
 constexpr int kRows = 6;          // rows of x that are multiplied at once: as many as the registers hold
-constexpr int64_t kAhead = 64;    // elements of a panel's columns that are asked for before they are needed
+constexpr int64_t kAhead = 16;    // elements of a panel's columns that are asked for before they are needed
 constexpr int64_t kDeep = 288;    // elements of a panel's columns that are gone through at once: half the first cache
 constexpr int64_t kTall = 96;     // rows of x in a task, at most: they stay in the second-level cache
 constexpr int64_t kTaskWork = 1 << 16;  // multiplications of a task, at least
@@ -569,7 +570,22 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t 
   return ffi::Error::Success();
 }
 
+// Zeros, for a cache: in large pages where the system has them, since small ones take time to find.
+ffi::Error zeros(ffi::ResultBuffer<ffi::F32> out) {
+  constexpr uintptr_t kLarge = 2 << 20;
+  void* memory = out->typed_data();
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory), end = begin + out->size_bytes();
+  const uintptr_t first = (begin + kLarge - 1) / kLarge * kLarge, last = end / kLarge * kLarge;
+#if defined(MADV_HUGEPAGE)
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  std::memset(memory, 0, out->size_bytes());
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rankbus_zeros, zeros, ffi::Ffi::Bind().Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rankbus_products, products,

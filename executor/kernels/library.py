@@ -18,7 +18,7 @@ log = get_logger()
 _SOURCE = Path(__file__).parent / "cpu.cc"
 _OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 _COMPILE_S = 300
-_TARGETS = ("rankbus_products", "rankbus_gated", "rankbus_attention")
+_TARGETS = ("rankbus_products", "rankbus_gated", "rankbus_attention", "rankbus_zeros")
 
 
 class _Loaded:

@@ -485,7 +485,7 @@ void attend(const Shape& shape, const Options& options, const float* q, const Ti
         const int64_t group = std::min(kTogether, rows - row);
         for (int64_t p = 0; p < padded; p += 4) {
           kScore[group][row == skipped](queries + (base + row) * dim, here + p, keys, dim, scores + row * kChunk + p,
-                                             soon);
+                                      soon);
         }
       }
       for (int64_t row = skipped; row < rows; ++row) {
@@ -496,8 +496,7 @@ void attend(const Shape& shape, const Options& options, const float* q, const Ti
       }
       for (int64_t row = skipped; row < rows; row += kTogether) {
         const int64_t group = std::min(kTogether, rows - row);
-        kMix[group][row == skipped](scores + row * kChunk, here, values, count, dim,
-                                    mixed + (base + row) * dim, soon);
+        kMix[group][row == skipped](scores + row * kChunk, here, values, count, dim, mixed + (base + row) * dim, soon);
       }
     }
   }

@@ -20,20 +20,17 @@ from bus.messages import (
     GRAMMAR_FAULT,
     AddRequest,
     AppendInput,
-    ContinueRow,
     FinishReason,
     Floats,
     Grammar,
     Ints,
     KvPool,
     Logprobs,
-    NewRow,
     PartialSchedule,
     PauseState,
     Pooled,
     RequestEnded,
     RequestStarted,
-    ResumeRow,
     Sampling,
     StepResult,
     StopTurn,
@@ -41,29 +38,27 @@ from bus.messages import (
     TurnReason,
 )
 from bus.prefix import block_hashes, split_hashes
-from bus.wire import all_below, pack_ints, unpack_ints
+from bus.wire import all_below, unpack_ints
+from ranks import results, schedules
 from ranks.batch import NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
 from ranks.drafts import DraftModel, PromptLookup
 from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
-from ranks.logprobs import part_of, sampling_for_row
+from ranks.logprobs import part_of
 from ranks.outbox import by_id
 from ranks.output import outputs
 from ranks.planning import Planner, Step
 from ranks.pooling import POOLED, vectors_of
 from ranks.rendering import render
 from ranks.request import Int32, Request, Session, Turn, new_request
-from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
+from ranks.scheduler import NOT_A_NUMBER, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.sessions import Sessions
 from ranks.statistics import Statistics
 from ranks.steady import Steady
 from ranks.tickets import Tickets
 from ranks.waiting import Waiting
-
-NOT_A_NUMBER = -2
-"""In results: the logits of this row were not numbers."""
 
 
 class NativeScheduler:
@@ -341,9 +336,8 @@ class NativeScheduler:
         self._untold.clear()
         self._statistics.scheduled(steady.size)
         self._steps.append(plan)
-        blocks = (pack_ints(plan.block_rows), pack_ints(plan.block_ids)) if plan.block_ids else (EMPTY, EMPTY)
         more = steady.expects_more() or len(self._waiting) > 0 or self._sessions.num_queued > 0
-        return PartialSchedule(step=step, again=True, block_rows=blocks[0], block_ids=blocks[1], more=more)
+        return schedules.again(plan, more)
 
     def _schedule(self, step: int, now: float) -> PartialSchedule | None:
         plan = self._plan(step, now)
@@ -353,49 +347,13 @@ class NativeScheduler:
             return None
         self._steps.append(plan)
         self._watch(plan)
-        batch = self._batch
-        new, resumed, continued = [], [], []
-        for request, cached in plan.entered:
+        for request, _ in plan.entered:
             if self._drafts is not None:
                 self._drafts.begin(request.row)
-            session = request.session
-            if session is not None and session.row == request.row:
-                continued.append(_continue_row(request, session))
+            if schedules.is_continued(request):
                 self._statistics.turn_continued()
-                continue
-            blocks = pack_ints(batch.blocks_of(request.row))
-            if request.num_preemptions or request.tokens.size > request.num_prompt:
-                resumed.append(_resume_row(request, blocks, cached))
-            else:
-                new.append(_new_row(request, blocks, cached))
-        mask_rows, masks = self._masks(plan)
-        return PartialSchedule(
-            step=step,
-            rows=pack_ints(plan.rows),
-            num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
-            num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
-            drafts=pack_ints(plan.tried) if plan.drafts and self._drafts and self._drafts.are_known else EMPTY,
-            block_rows=pack_ints(plan.block_rows),
-            block_ids=pack_ints(plan.block_ids),
-            new=new,
-            resumed=resumed,
-            continued=continued,
-            more=self._planner.expects_more(),
-            mask_rows=mask_rows,
-            masks=masks,
-        )
-
-    def _masks(self, plan: Step) -> tuple[Ints, Ints]:
-        """The rows that draw by a grammar, one for each token that they draw, and what that may be."""
-        named: list[int] = []
-        masks: list[bytes] = []
-        for row in plan.rows[self._batch.constrained[plan.rows] & plan.samples].tolist():
-            matcher = self._batch.request(row).matcher
-            assert matcher is not None
-            own = matcher.masks(plan.drafts.get(row, []))
-            named += [row] * len(own)
-            masks += own
-        return pack_ints(named), memoryview(b"".join(masks))
+        known = self._drafts is not None and self._drafts.are_known
+        return schedules.of_plan(plan, self._batch, with_drafts=known, more=self._planner.expects_more())
 
     def _watch(self, plan: Step) -> None:
         """Look whether decode is steady from `plan` on: the last step had the same rows, and they all draw."""
@@ -441,55 +399,20 @@ class NativeScheduler:
     def update(self, result: StepResult) -> StepOutputs:
         tokens = unpack_ints(result.tokens)
         steady = self._steady
-        if steady is not None and not result.logprobs and self._are_drawn(tokens) and steady.take(tokens):
+        if steady is not None and not result.logprobs and self._all_drew(tokens) and steady.take(tokens):
             number = self._steps.popleft().number
             self._batch.complete(number)
             self._statistics.generated(steady.size, 0)
             return steady.outputs(number, tokens)
         step = self._steps[0]
-        if result.counts.nbytes:
-            counts = unpack_ints(result.counts)
-            self._check_counts(step, tokens, counts)
-            self._check(np.repeat(step.rows, counts), np.repeat(step.samples, counts), tokens)
-            table = _table(tokens, counts)
-        else:
-            self._check(step.rows, step.samples, tokens)
-            counts, table = np.ones_like(tokens), tokens[:, None]
+        table, counts = results.read(result, step, self._batch.pools[step.rows], self._pool.vocab_size)
         first = table[:, 0]
         pooled = vectors_of(step.rows[first == POOLED].tolist(), result) if result.pooled or POOLED in first else {}
         return self._take(table, counts * (first >= 0), first == NOT_A_NUMBER, result.logprobs, pooled)
 
-    def _are_drawn(self, tokens: Int32) -> bool:
+    def _all_drew(self, tokens: Int32) -> bool:
         """Whether each row of the oldest step has a token of the vocabulary."""
         return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
-
-    def _check(self, rows: Rows, samples: npt.NDArray[np.bool_], tokens: Int32) -> None:
-        """Look whether each of `rows` [n], which comes to its last token or does not, may have this of `tokens` [n]."""
-        if tokens.size != rows.size:
-            raise BrokenResult(f"it has {tokens.size} tokens for {rows.size} rows")
-        drawn = (tokens >= 0) & (tokens < self._pool.vocab_size)
-        given = np.where(self._batch.pools[rows], tokens == POOLED, drawn)
-        fitting = np.where(samples, given, tokens == NONE) | (tokens == NOT_A_NUMBER)
-        if not fitting.all():
-            place = int(fitting.argmin())
-            does = "is pooled" if self._batch.pools[rows[place]] else "samples"
-            what = does if samples[place] else "does not sample"
-            raise BrokenResult(f"row {rows[place]}, which {what}, has token {tokens[place]}")
-
-    def _check_counts(self, step: Step, tokens: Int32, counts: Int32) -> None:
-        """Look whether the rows of a step may have so many tokens each."""
-        if counts.size != step.rows.size:
-            raise BrokenResult(f"it has counts for {counts.size} rows; {step.rows.size} ran")
-        most = np.where(step.samples, 1 + step.num_drafts, 1)
-        if not ((counts > 0) & (counts <= most)).all():
-            place = int(((counts < 1) | (counts > most)).argmax())
-            raise BrokenResult(
-                f"row {step.rows[place]} has {counts[place]} tokens; it may have from 1 to {most[place]}"
-            )
-        if int(counts.sum()) != tokens.size:
-            raise BrokenResult(f"it has {tokens.size} tokens; the counts of the rows make {counts.sum()}")
-        if ((tokens < 0) & (np.repeat(counts, counts) > 1)).any():
-            raise BrokenResult("a row has several tokens of which one is none")
 
     def _take(
         self,
@@ -815,46 +738,3 @@ def _drafts(config: Config) -> PromptLookup | DraftModel | None:
     if config.speculation == "off" or config.single_step:
         return None
     return PromptLookup(config) if config.speculation == "ngram" else DraftModel(config)
-
-
-def _new_row(request: Request, blocks: Ints, cached: int) -> NewRow:
-    return NewRow(
-        row=request.row,
-        request_id=request.request_id,
-        prompt_token_ids=pack_ints(request.tokens),
-        block_ids=blocks,
-        sampling=request.sampling,
-        num_computed_tokens=cached,
-        adapter=request.adapter,
-    )
-
-
-def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
-    return ResumeRow(
-        row=request.row,
-        request_id=request.request_id,
-        token_ids=pack_ints(request.tokens),
-        num_output_tokens=request.tokens.size - request.num_prompt,
-        block_ids=blocks,
-        sampling=sampling_for_row(request.sampling, request.prompt_report),
-        num_computed_tokens=cached,
-        adapter=request.adapter,
-    )
-
-
-def _continue_row(request: Request, session: Session) -> ContinueRow:
-    return ContinueRow(
-        row=request.row,
-        token_ids=pack_ints(request.tokens[session.row_kept :]),
-        drop=session.row_tokens - session.row_kept,
-        sampling=request.sampling,
-    )
-
-
-def _table(tokens: Int32, counts: Int32) -> Int32:
-    """`tokens`, which come one after the other, with a line for each of `counts` [n]; int32 [n, most]."""
-    if tokens.size == counts.size:
-        return tokens[:, None]
-    table = np.full((counts.size, int(counts.max())), NONE, np.int32)
-    table[np.arange(table.shape[1]) < counts[:, None]] = tokens
-    return table

@@ -27,6 +27,10 @@ class Refused(Exception):
     """A request, a turn or a single-step command that cannot be taken; the text is the sentence to answer with."""
 
 
+NOT_A_NUMBER = -2
+"""In results: the logits of this row were not numbers."""
+
+
 class BrokenResult(Exception):
     """A step's result that does not fit the step; the text says how."""
 

@@ -60,14 +60,13 @@ from ranks.logprobs import PromptReport, sampling_for_row
 from ranks.outbox import Outbox, by_id
 from ranks.pooling import POOLED, vectors_of
 from ranks.rows import Rows
-from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
+from ranks.scheduler import NOT_A_NUMBER, BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.vllm_engine import Engine
 from ranks.vllm_rendering import render
 from ranks.vllm_requests import new_request, next_turn, sampling_of
 from ranks.vllm_statistics import Statistics
 
 NO_SAMPLE = -1
-NOT_A_NUMBER = -2
 _STANDS_FOR_A_VECTOR = [0]
 """The token that vLLM is given in place of a prompt's vector: its last, since `max_tokens` is 1."""
 

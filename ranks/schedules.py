@@ -1,0 +1,98 @@
+"""A planned step as the executor is told of it."""
+
+from bus.messages import EMPTY, ContinueRow, Ints, NewRow, PartialSchedule, ResumeRow
+from bus.wire import pack_ints
+from ranks.batch import Batch
+from ranks.logprobs import sampling_for_row
+from ranks.planning import Step
+from ranks.request import Request
+
+
+def again(plan: Step, more: bool) -> PartialSchedule:
+    """A step of the same rows as the one before, one token each."""
+    blocks = (pack_ints(plan.block_rows), pack_ints(plan.block_ids)) if plan.block_ids else (EMPTY, EMPTY)
+    return PartialSchedule(step=plan.number, again=True, block_rows=blocks[0], block_ids=blocks[1], more=more)
+
+
+def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> PartialSchedule:
+    """Any step. `with_drafts` sends the draft tokens along; if not so, the executor draws them itself."""
+    new, resumed, continued = [], [], []
+    for request, cached in plan.entered:
+        if is_continued(request):
+            continued.append(_continue_row(request))
+            continue
+        blocks = pack_ints(batch.blocks_of(request.row))
+        if request.num_preemptions or request.tokens.size > request.num_prompt:
+            resumed.append(_resume_row(request, blocks, cached))
+        else:
+            new.append(_new_row(request, blocks, cached))
+    mask_rows, masks = _masks(plan, batch)
+    return PartialSchedule(
+        step=plan.number,
+        rows=pack_ints(plan.rows),
+        num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
+        num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
+        drafts=pack_ints(plan.tried) if plan.drafts and with_drafts else EMPTY,
+        block_rows=pack_ints(plan.block_rows),
+        block_ids=pack_ints(plan.block_ids),
+        new=new,
+        resumed=resumed,
+        continued=continued,
+        more=more,
+        mask_rows=mask_rows,
+        masks=masks,
+    )
+
+
+def is_continued(request: Request) -> bool:
+    """Whether a request that has entered a row is a session that goes on in the one it had."""
+    return request.session is not None and request.session.row == request.row
+
+
+def _masks(plan: Step, batch: Batch) -> tuple[Ints, Ints]:
+    """The rows that draw by a grammar, one for each token that they draw, and what that may be."""
+    named: list[int] = []
+    masks: list[bytes] = []
+    for row in plan.rows[batch.constrained[plan.rows] & plan.samples].tolist():
+        matcher = batch.request(row).matcher
+        assert matcher is not None
+        own = matcher.masks(plan.drafts.get(row, []))
+        named += [row] * len(own)
+        masks += own
+    return pack_ints(named), memoryview(b"".join(masks))
+
+
+def _new_row(request: Request, blocks: Ints, cached: int) -> NewRow:
+    return NewRow(
+        row=request.row,
+        request_id=request.request_id,
+        prompt_token_ids=pack_ints(request.tokens),
+        block_ids=blocks,
+        sampling=request.sampling,
+        num_computed_tokens=cached,
+        adapter=request.adapter,
+    )
+
+
+def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
+    return ResumeRow(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=pack_ints(request.tokens),
+        num_output_tokens=request.tokens.size - request.num_prompt,
+        block_ids=blocks,
+        sampling=sampling_for_row(request.sampling, request.prompt_report),
+        num_computed_tokens=cached,
+        adapter=request.adapter,
+    )
+
+
+def _continue_row(request: Request) -> ContinueRow:
+    session = request.session
+    assert session is not None
+    return ContinueRow(
+        row=request.row,
+        token_ids=pack_ints(request.tokens[session.row_kept :]),
+        drop=session.row_tokens - session.row_kept,
+        sampling=request.sampling,
+    )

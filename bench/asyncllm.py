@@ -37,7 +37,15 @@ async def measure() -> float:
             names.append(call.request_id)
 
     sight = Sight(0, 2, lambda: (Histogram(), Histogram()))
-    engine = BusLLM(server._vllm_config(config, arguments), post, EngineStatus(0), log_stats=True, ranks=2, sight=sight)
+    engine = BusLLM(
+        server._vllm_config(config, arguments),
+        post,
+        EngineStatus(0),
+        log_stats=True,
+        ranks=2,
+        sight=sight,
+        pooling="last",
+    )
     received = 0
 
     async def read(number: int) -> None:

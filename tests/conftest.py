@@ -7,10 +7,24 @@ from pathlib import Path
 import pytest
 import structlog
 from rich.console import Console
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from bus import config, model_files
 from executor import prepare
 from tests.tiny_model import write_tiny_llama
+
+
+class _ByEngine(LoadFileScheduling):
+    """Each file in one process, and all end-to-end tests in the same, which then starts their engine once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """What says which process has which tests."""
+    return _ByEngine(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -41,8 +41,12 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
         engine.wait_ready(START_S)
         engine["rank-1"].wait_for_log("rank ready", START_S, scheduler="vllm")
         with Client(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client:
-            both_up = lambda: len(metrics(engine, "rankbus_rank_num_blocks")) == 2  # noqa: E731
-            engine.wait_until(both_up, "both ranks are up", DEADLINE_S)
+
+            def both_take_requests() -> bool:
+                blocks = metrics(engine, "rankbus_rank_num_blocks")
+                return len(blocks) == 2 and min(blocks.values()) > 0
+
+            engine.wait_until(both_take_requests, "both ranks have blocks", DEADLINE_S)
             assert client.complete(PROMPT, text_output=False, max_tokens=1, rank=1)
         yield engine
         engine.check_running()

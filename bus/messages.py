@@ -474,6 +474,11 @@ class Generate(ClientMessage, frozen=True, kw_only=True):
         if isinstance(self.prompt_token_ids, memoryview):
             _check_words(prompt_token_ids=self.prompt_token_ids)
 
+    @property
+    def num_sequences(self) -> int:
+        """How many ends it comes to."""
+        return max(self.params.n, 1)
+
 
 class Embed(ClientMessage, frozen=True, kw_only=True):
     """Ask for the embedding of a prompt; nothing is generated. Fields that `Generate` has too mean the same here.
@@ -497,6 +502,11 @@ class Embed(ClientMessage, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.prompt_token_ids, memoryview):
             _check_words(prompt_token_ids=self.prompt_token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """As of `Generate`."""
+        return 1
 
 
 class Append(ClientMessage, frozen=True, kw_only=True):

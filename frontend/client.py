@@ -324,8 +324,7 @@ class Client:
             EngineError: the request was refused or failed.
             TimeoutError: nothing was heard for `timeout_s`.
         """
-        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        options["adapter"] = adapter
+        options = _options(priority, cache_salt, rank, adapter, text_output=text_output)
         stream = self._conversation.generate(prompt, request_id, options, params)
         self._pump(0)
         return self._read(stream)
@@ -346,8 +345,7 @@ class Client:
 
         It goes on when the connection is lost for a while. Leaving its `with` block closes it, and waits for its end.
         """
-        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        options["adapter"] = adapter
+        options = _options(priority, cache_salt, rank, adapter, text_output=text_output)
         # Made before anything is sent: the answer may be that there is no session, and then there is no first turn.
         session = Session(self, self._conversation.open(prompt, request_id, options, params))
         self._pump(0)
@@ -375,7 +373,7 @@ class Client:
             EngineError: one was refused or failed.
             TimeoutError: nothing was heard for `timeout_s`.
         """
-        options = _embed_options(pooling, normalize, priority, cache_salt, rank, adapter)
+        options = _options(priority, cache_salt, rank, adapter, pooling=pooling, normalize=normalize)
         streams = [self._conversation.embed(prompt, options) for prompt in prompts]
         try:
             self._wait(lambda: all(stream.inbox for stream in streams))
@@ -473,8 +471,7 @@ class AsyncClient:
         **params: Any,
     ) -> AsyncIterator[Piece]:
         """As `Client.generate`."""
-        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        options["adapter"] = adapter
+        options = _options(priority, cache_salt, rank, adapter, text_output=text_output)
         return self._read(self._conversation.generate(prompt, request_id, options, params))
 
     async def session(
@@ -490,8 +487,7 @@ class AsyncClient:
         **params: Any,
     ) -> AsyncSession:
         """As `Client.session`."""
-        options = {"text_output": text_output, "priority": priority, "cache_salt": cache_salt, "rank": rank}
-        options["adapter"] = adapter
+        options = _options(priority, cache_salt, rank, adapter, text_output=text_output)
         session = AsyncSession(self, self._conversation.open(prompt, request_id, options, params))
         await self._flush()
         return session
@@ -511,7 +507,7 @@ class AsyncClient:
         adapter: str = "",
     ) -> Vectors:
         """As `Client.embed`."""
-        options = _embed_options(pooling, normalize, priority, cache_salt, rank, adapter)
+        options = _options(priority, cache_salt, rank, adapter, pooling=pooling, normalize=normalize)
         streams = [self._conversation.embed(prompt, options) for prompt in prompts]
         try:
             await self._wait(lambda: all(stream.inbox for stream in streams))
@@ -582,11 +578,9 @@ class AsyncClient:
             await self._socket.send_multipart(parts)
 
 
-def _embed_options(
-    pooling: PoolingKind | None, normalize: bool, priority: int, cache_salt: str, rank: int | None, adapter: str
-) -> dict[str, Any]:
-    common = {"priority": priority, "cache_salt": cache_salt, "rank": rank, "adapter": adapter}
-    return {"pooling": pooling, "normalize": normalize, **common}
+def _options(priority: int, cache_salt: str, rank: int | None, adapter: str, **own: Any) -> dict[str, Any]:
+    """Fields of a request: those that all kinds have, and some of its `own`."""
+    return {"priority": priority, "cache_salt": cache_salt, "rank": rank, "adapter": adapter, **own}
 
 
 def _params(params: dict[str, Any]) -> GenerateParams:

@@ -56,31 +56,43 @@ class Commands:
         now: float,
     ) -> list[Effect]:
         """Send a command to the ranks that are up, or to those of `only`; its answer comes later, or at once."""
-        if any(pending.asker == asker for pending in self._pending.values()):
-            return [answer(asker, error=f"command {asker[1]} is still unanswered; choose another command_id")]
+        if refusal := self._unanswered(asker):
+            return refusal
         unknown = sorted(set(only or ()) - set(ranks))
         if unknown:
             return [answer(asker, error=f"ranks {unknown} are not up; ranks that are: {sorted(ranks)}")]
         if not ranks:
             return [answer(asker, error="no rank is up; try again when the engine is ready")]
         asked = sorted(ranks) if only is None else sorted(set(only))
-        deadline = now + (self._default_deadline_s if deadline_s is None else max(deadline_s, 0.0))
-        command_id, self._next_id = self._next_id, self._next_id + 1
-        self._pending[command_id] = _Pending(asker, body, asked, deadline)
+        command_id = self._begin(asker, body, asked, now + self._seconds(deadline_s))
         return [Send(ranks[rank], CommandRequest(command_id=command_id, body=body)) for rank in asked]
 
     def ask_executor(
         self, asker: Asker, body: FOR_EXECUTOR, deadline_s: float | None, executor: Peer | None, now: float
     ) -> list[Effect]:
         """Send a command to the executor; its answer comes later, or at once."""
-        if any(pending.asker == asker for pending in self._pending.values()):
-            return [answer(asker, error=f"command {asker[1]} is still unanswered; choose another command_id")]
+        if refusal := self._unanswered(asker):
+            return refusal
         if executor is None:
             return [answer(asker, error="no executor is up; try again when the engine is ready")]
-        seconds = self._default_deadline_s if deadline_s is None else max(deadline_s, 0.0)
-        command_id, self._next_id = self._next_id, self._next_id + 1
-        self._pending[command_id] = _Pending(asker, body, [EXECUTOR], now + seconds + _GRACE_S)
+        seconds = self._seconds(deadline_s)
+        command_id = self._begin(asker, body, [EXECUTOR], now + seconds + _GRACE_S)
         return [Send(executor, CommandRequest(command_id=command_id, body=body, deadline_s=seconds))]
+
+    def _unanswered(self, asker: Asker) -> list[Effect]:
+        """A refusal, if the asker's command before with this id is unanswered."""
+        if not any(pending.asker == asker for pending in self._pending.values()):
+            return []
+        return [answer(asker, error=f"command {asker[1]} is still unanswered; choose another command_id")]
+
+    def _seconds(self, deadline_s: float | None) -> float:
+        return self._default_deadline_s if deadline_s is None else max(deadline_s, 0.0)
+
+    def _begin(self, asker: Asker, body: AnyCommand, asked: list[int], deadline: float) -> int:
+        """Wait for answers to a command; its number."""
+        command_id, self._next_id = self._next_id, self._next_id + 1
+        self._pending[command_id] = _Pending(asker, body, asked, deadline)
+        return command_id
 
     def replied(self, rank: int, reply: Reply) -> list[Effect]:
         """Take a rank's answer; one that comes after the deadline is dropped."""

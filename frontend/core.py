@@ -7,6 +7,8 @@ to commands. It knows nothing of text: what needs a tokenizer goes up over the s
 from dataclasses import replace
 from hashlib import blake2b
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from bus.config import Config
@@ -23,14 +25,17 @@ from bus.messages import (
     ExecutorStatus,
     Finished,
     Generate,
+    Ints,
     KvEvents,
     ListAdapters,
     Load,
     Message,
+    MultimodalFeature,
     Outputs,
     Pooling,
     Reply,
     RequestEnded,
+    Sampling,
     Shutdown,
 )
 from bus.sampling import pooled
@@ -93,10 +98,7 @@ class FrontendCore:
     def handle(self, event: Event) -> list[Effect]:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
-            known = self._adapters.known
             effects = self._receive(event.peer, event.message)
-            if isinstance(event.message, ExecutorStatus) and self._adapters.known != known:
-                effects.append(self._status())
             if not isinstance(event.message, Load | ExecutorStatus):
                 return effects  # the others do not change whether the engine is ready
         elif isinstance(event, Posted):
@@ -178,14 +180,14 @@ class FrontendCore:
             self._executor_status = message
             room = min(self._limits.max_model_len, message.max_model_len)
             self._limits = self._sessions.limits = replace(self._limits, max_model_len=room)
-            return self._adapters.see(peer, message)
+            known = self._adapters.known
+            effects = self._adapters.see(peer, message)
+            return effects if self._adapters.known == known else [*effects, self._status()]
         elif isinstance(message, Reply):
             if not self._adapters.answered(message.command_id, loaded=True):
                 return self._commands.replied(_number(peer), message)
-        elif isinstance(message, Generate):
-            return self._generate(peer, message)
-        elif isinstance(message, Embed):
-            return self._embed(peer, message)
+        elif isinstance(message, Generate | Embed):
+            return self._start(peer, message)
         elif isinstance(message, Abort):
             return self._abort(peer, message)
         elif isinstance(message, CommandRequest):
@@ -210,71 +212,71 @@ class FrontendCore:
             return self._sessions.refused(entry, error)
         return []
 
-    def _generate(self, peer: Peer, request: Generate) -> list[Effect]:
+    def _start(self, peer: Peer, request: Generate | Embed) -> list[Effect]:
         try:
             self._check_new(peer, request)
             adapter = self._adapters.identity(request.adapter)
-            if request.resumable:
-                return self._sessions.open(peer, request, adapter, self._wall)
-            if request.text_output or request.prompt_token_ids is None:
-                self._text_requests[peer, request.request_id] = max(request.params.n, 1)
-                return [RenderText(peer, request)]
-            tokens = request.prompt_token_ids
-            prompt = check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits)
-            check_features(request.mm_features, len(prompt))
-            seed = self._draw_seed() if request.params.seed is None else request.params.seed
-            samplings = [
-                sampling_for(request.params, len(prompt), self._limits, self._child_seed(seed, index))
-                for index in range(max(request.params.n, 1))
-            ]
-            return self._requests.add(
-                peer,
-                request.request_id,
-                pack_ints(prompt),
-                samplings,
-                self._wall,
-                request.priority,
-                request.cache_salt,
-                request.rank,
-                request.mm_features,
-                adapter,
-            )
+            if isinstance(request, Embed):
+                return self._embed(peer, request, adapter)
+            return self._generate(peer, request, adapter)
         except BadRequest as error:
-            return self._refuse(peer, request, "invalid", str(error))
+            code, sentence = "invalid", str(error)
         except Unroutable as error:
-            return self._refuse(peer, request, "unavailable", str(error))
-
-    def _embed(self, peer: Peer, request: Embed) -> list[Effect]:
-        try:
-            self._check_new(peer, request)
-            adapter = self._adapters.identity(request.adapter)
-            tokens = request.prompt_token_ids
-            if tokens is None:
-                self._text_requests[peer, request.request_id] = 1
-                return [RenderText(peer, request)]
-            prompt = check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits, 0)
-            pooling = Pooling(kind=request.pooling or self._pooling, normalize=request.normalize)
-            return self._requests.add(
-                peer,
-                request.request_id,
-                pack_ints(prompt),
-                [pooled(pooling)],
-                self._wall,
-                request.priority,
-                request.cache_salt,
-                request.rank,
-                [],
-                adapter,
-            )
-        except BadRequest as error:
-            return self._refuse(peer, request, "invalid", str(error))
-        except Unroutable as error:
-            return self._refuse(peer, request, "unavailable", str(error))
-
-    def _refuse(self, peer: Peer, request: Generate | Embed, code: str, sentence: str) -> list[Effect]:
+            code, sentence = "unavailable", str(error)
         self._counters.add(f"requests_refused/{code}")
         turn = 1 if isinstance(request, Generate) and request.resumable else 0
         return [to_client(peer, Error(code=code, message=sentence, request_id=request.request_id, turn=turn))]
+
+    def _generate(self, peer: Peer, request: Generate, adapter: str) -> list[Effect]:
+        if request.resumable:
+            return self._sessions.open(peer, request, adapter, self._wall)
+        if request.text_output or request.prompt_token_ids is None:
+            return self._as_text(peer, request)
+        prompt = self._checked(request.prompt_token_ids, room=1)
+        check_features(request.mm_features, len(prompt))
+        seed = self._draw_seed() if request.params.seed is None else request.params.seed
+        samplings = [
+            sampling_for(request.params, len(prompt), self._limits, self._child_seed(seed, index))
+            for index in range(request.num_sequences)
+        ]
+        return self._add_tokens(peer, request, prompt, samplings, request.mm_features, adapter)
+
+    def _embed(self, peer: Peer, request: Embed, adapter: str) -> list[Effect]:
+        if request.prompt_token_ids is None:
+            return self._as_text(peer, request)
+        prompt = self._checked(request.prompt_token_ids, room=0)
+        pooling = Pooling(kind=request.pooling or self._pooling, normalize=request.normalize)
+        return self._add_tokens(peer, request, prompt, [pooled(pooling)], [], adapter)
+
+    def _as_text(self, peer: Peer, request: Generate | Embed) -> list[Effect]:
+        self._text_requests[peer, request.request_id] = request.num_sequences
+        return [RenderText(peer, request)]
+
+    def _checked(self, tokens: list[int] | Ints, room: int) -> npt.NDArray[np.int32]:
+        """A prompt that leaves `room` for output."""
+        return check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits, room)
+
+    def _add_tokens(
+        self,
+        peer: Peer,
+        request: Generate | Embed,
+        prompt: npt.NDArray[np.int32],
+        samplings: list[Sampling],
+        features: list[MultimodalFeature],
+        adapter: str,
+    ) -> list[Effect]:
+        return self._requests.add(
+            peer,
+            request.request_id,
+            pack_ints(prompt),
+            samplings,
+            self._wall,
+            request.priority,
+            request.cache_salt,
+            request.rank,
+            features,
+            adapter,
+        )
 
     def _check_new(self, peer: Peer, request: Generate | Embed) -> None:
         if not request.request_id:
@@ -380,7 +382,7 @@ class FrontendCore:
         """An embedding is asked for that has its tokens now."""
         if self._text_requests.pop((call.peer, call.request.request_id), None) is None:
             return []  # the client is gone
-        return self._embed(call.peer, call.request)
+        return self._start(call.peer, call.request)
 
     def _add(self, call: AddCall) -> list[Effect]:
         try:

@@ -28,8 +28,8 @@ class BusLLM(AsyncLLM):
     """The engine behind vLLM's HTTP server.
 
     `client` is its way to the bus; `ending` tells that it was shut down. With `timed`, the journal is told how long
-    outputs take up here. `adapters` are those that requests may name. `sockets` are the
-    WebSocket connections. `sight` is what the dashboard shows.
+    outputs take up here. `adapters` are those that requests may name. `sockets` are the WebSocket connections. `sight`
+    is what the dashboard shows.
     """
 
     sockets: SessionSockets

@@ -63,7 +63,7 @@ class TextRequests:
             task.cancel()
 
     async def _run(self, peer: Peer, request: Generate | Embed) -> None:
-        progress = _Progress(max(request.params.n, 1) if isinstance(request, Generate) else 1)
+        progress = _Progress(request.num_sequences)
         try:
             if isinstance(request, Embed):
                 self._post(TextRendered(peer=peer, request=await self._as_tokens(request)))

@@ -177,12 +177,9 @@ class _Reading:
             self._effect(frontend, effect, at + turn.took)
 
     def _message(self, sender: tuple[int, Peer], message: Message, at: float) -> None:
-        if isinstance(message, Generate):
+        if isinstance(message, Generate | Embed):
             name = self._names[(*sender, message.request_id)] = f"{len(self._names)}"
-            self.recorded.asked(name, at, max(message.params.n, 1))
-        elif isinstance(message, Embed):
-            name = self._names[(*sender, message.request_id)] = f"{len(self._names)}"
-            self.recorded.asked(name, at, 1)
+            self.recorded.asked(name, at, message.num_sequences)
         elif isinstance(message, Append | EndTurn | Abort):
             known = self._names.get((*sender, message.request_id))
             if known is None:
@@ -293,10 +290,8 @@ class LoadCore:
             self._sent += 1
             self.behind_s = max(self.behind_s, since - at)
             self.last_heard = now
-            if isinstance(message, Generate):
-                self.latencies.asked(message.request_id, now, max(message.params.n, 1))
-            elif isinstance(message, Embed):
-                self.latencies.asked(message.request_id, now, 1)
+            if isinstance(message, Generate | Embed):
+                self.latencies.asked(message.request_id, now, message.num_sequences)
             elif isinstance(message, Append) and message.resumable:
                 self.latencies.asked(message.request_id, now)
             yield Send(self._peer, message)

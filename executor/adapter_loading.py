@@ -11,12 +11,6 @@ from executor.adapter_files import AdapterError
 log = get_logger()
 
 
-class Brought(Protocol):
-    """An adapter on the devices."""
-
-    identity: str
-
-
 class AdapterRunner(Protocol):
     """What holds the slots; see `runner.Runner`."""
 

@@ -18,6 +18,7 @@ from bus.journal.records import ENCODER, Header
 from bus.messages import Adapter, AdapterRead, PlaceAdapter, ReadAdapter
 from bus.replay import Differs, Subject, config_of, construction_of
 from executor.adapter_files import AdapterError
+from executor.adapter_loading import AdapterRunner
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
 from executor.merge import Limits
 from executor.pipeline import StepRunner
@@ -126,14 +127,10 @@ TIE = 1e-4
 """Scores that lie so close together may fall either way on another machine."""
 
 
-class ScoringRunner(StepRunner, Protocol):
+class ScoringRunner(StepRunner, AdapterRunner, Protocol):
     """A runner that can say what the tokens of a collected step were the largest of."""
 
     def scores(self, handle: Any, index: int, place: int) -> Float32: ...
-
-    def read_adapter(self, name: str, path: str) -> Any: ...
-
-    def place_adapter(self, slot: int, adapter: Any) -> None: ...
 
 
 def _read_again(runner: ScoringRunner, adapter: Adapter) -> Any:

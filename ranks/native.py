@@ -347,13 +347,14 @@ class NativeScheduler:
             return None
         self._steps.append(plan)
         self._watch(plan)
-        for request, _ in plan.entered:
-            if self._drafts is not None:
+        if self._drafts is not None:
+            for request, _ in plan.entered:
                 self._drafts.begin(request.row)
-            if schedules.is_continued(request):
-                self._statistics.turn_continued()
         known = self._drafts is not None and self._drafts.are_known
-        return schedules.of_plan(plan, self._batch, with_drafts=known, more=self._planner.expects_more())
+        schedule = schedules.of_plan(plan, self._batch, with_drafts=known, more=self._planner.expects_more())
+        for _ in schedule.continued:
+            self._statistics.turn_continued()
+        return schedule
 
     def _watch(self, plan: Step) -> None:
         """Look whether decode is steady from `plan` on: the last step had the same rows, and they all draw."""

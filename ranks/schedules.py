@@ -5,7 +5,7 @@ from bus.wire import pack_ints
 from ranks.batch import Batch
 from ranks.logprobs import sampling_for_row
 from ranks.planning import Step
-from ranks.request import Request
+from ranks.request import Request, Session
 
 
 def again(plan: Step, more: bool) -> PartialSchedule:
@@ -18,8 +18,9 @@ def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> Parti
     """Any step. `with_drafts` sends the draft tokens along; if not so, the executor draws them itself."""
     new, resumed, continued = [], [], []
     for request, cached in plan.entered:
-        if is_continued(request):
-            continued.append(_continue_row(request))
+        session = request.session
+        if session is not None and session.row == request.row:
+            continued.append(_continue_row(request, session))
             continue
         blocks = pack_ints(batch.blocks_of(request.row))
         if request.num_preemptions or request.tokens.size > request.num_prompt:
@@ -42,11 +43,6 @@ def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> Parti
         mask_rows=mask_rows,
         masks=masks,
     )
-
-
-def is_continued(request: Request) -> bool:
-    """Whether a request that has entered a row is a session that goes on in the one it had."""
-    return request.session is not None and request.session.row == request.row
 
 
 def _masks(plan: Step, batch: Batch) -> tuple[Ints, Ints]:
@@ -87,9 +83,7 @@ def _resume_row(request: Request, blocks: Ints, cached: int) -> ResumeRow:
     )
 
 
-def _continue_row(request: Request) -> ContinueRow:
-    session = request.session
-    assert session is not None
+def _continue_row(request: Request, session: Session) -> ContinueRow:
     return ContinueRow(
         row=request.row,
         token_ids=pack_ints(request.tokens[session.row_kept :]),

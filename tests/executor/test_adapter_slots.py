@@ -18,18 +18,16 @@ from bus.messages import (
     KvPool,
     LoadAdapter,
     Message,
-    NewRow,
     PartialSchedule,
     PlaceAdapter,
     ReadAdapter,
     Ready,
     Reply,
-    Sampling,
     UnloadAdapter,
 )
 from bus.wire import pack_ints
 from executor.core import ExecutorCore
-from tests.executor.test_core import CONFIG, FRONTEND, LIMITS, Bench, rank
+from tests.executor.test_core import CONFIG, FRONTEND, LIMITS, Bench, decoding, rank
 
 TWO = msgspec.structs.replace(CONFIG, max_loras=2)
 FOLLOWER = Peer("follower", "executor", 1, 7)
@@ -90,15 +88,7 @@ class Loading(Bench):
         self.feed(Tick(self.now, 0.0, {}))
 
     def start_row(self, index: int, step: int, adapter: str) -> None:
-        setup = NewRow(
-            row=1,
-            request_id="r",
-            prompt_token_ids=pack_ints([7]),
-            block_ids=pack_ints(range(64)),
-            sampling=Sampling(seed=1, max_tokens=1000),
-            adapter=adapter,
-        )
-        schedule = PartialSchedule(step=step, rows=pack_ints([1]), new=[setup], more=True)
+        schedule = PartialSchedule(step=step, rows=pack_ints([1]), new=[decoding(1, adapter)], more=True)
         self.feed(Received(rank(index), schedule))
 
 

@@ -41,6 +41,18 @@ def rank(index: int, incarnation: int = 1) -> Peer:
 FRONTEND = Peer("command", "frontend", 0, 5)
 
 
+def decoding(row: int, adapter: str = "") -> NewRow:
+    """A request whose prompt is one token, and which has room for a thousand."""
+    return NewRow(
+        row=row,
+        request_id="r",
+        prompt_token_ids=pack_ints([7]),
+        block_ids=pack_ints(range(64)),
+        sampling=Sampling(seed=1, max_tokens=1000),
+        adapter=adapter,
+    )
+
+
 @dataclass
 class Bench:
     """A core, a clock that stands still unless told, and all effects by kind. Time begins at 0."""
@@ -85,14 +97,7 @@ class Bench:
         self, index: int, step: int, *, more: bool = True, new: bool | None = None, incarnation: int = 1, tries: int = 0
     ) -> None:
         """The next schedule of a rank that decodes in its row 0: it sets the row up in its first step."""
-        setup = NewRow(
-            row=0,
-            request_id="r",
-            prompt_token_ids=pack_ints([7]),
-            block_ids=pack_ints(range(64)),
-            sampling=Sampling(seed=1, max_tokens=1000),
-        )
-        begins = [setup] if (step == 1 if new is None else new) else []
+        begins = [decoding(0)] if (step == 1 if new is None else new) else []
         schedule = PartialSchedule(step=step, rows=pack_ints([0]), new=begins, more=more)
         if tries:
             numbers = {"num_tokens": pack_ints([1 + tries]), "num_drafts": pack_ints([tries])}

@@ -97,11 +97,6 @@ def test_weights_in_several_files_are_the_same_model(tiny_model: Path, tmp_path:
     np.testing.assert_array_equal(whole.logits((0, 0)), parted.logits((0, 0)))
 
 
-@pytest.fixture(scope="module")
-def driver(tiny_model: Path, engine_cache: Path) -> Driver:
-    return Driver(tiny_model, engine_cache)
-
-
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33, 127, 128, 129, 250])
 def test_greedy_output_is_that_of_transformers_whatever_the_chunks(
     driver: Driver, tiny_model: Path, reference: Callable[[Path], Any], length: int

@@ -1,28 +1,16 @@
 """Vectors of prompts: of HF transformers' last hidden states, however a prompt is computed and whatever runs beside."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from bus.messages import Pooling, PoolingKind, Sampling
 from bus.sampling import pooled
 from executor.pooling import POOLED_TOKEN
 from tests.executor.driving import GREEDY, Driver, Where
 from tests.executor.test_llama import prompt_of
-
-
-@pytest.fixture(scope="module")
-def driver(tiny_model: Path, engine_cache: Path) -> Driver:
-    return Driver(tiny_model, engine_cache)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 def asking(kind: PoolingKind, normalize: bool = False) -> Sampling:

@@ -1,12 +1,9 @@
 """Log-probabilities of prompts: those of HF transformers, however a prompt is computed and whatever runs beside it."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from bus.messages import Sampling
 from executor.sampling import TOP_LOGPROBS
@@ -16,16 +13,6 @@ from tests.executor.test_llama import all_logprobs_of, prompt_of
 
 def asking(count: int, **options: Any) -> Sampling:
     return Sampling(**{"seed": 3, "max_tokens": 9, "temperature": 0.0, "prompt_logprobs": count} | options)
-
-
-@pytest.fixture(scope="module")
-def driver(tiny_model: Path, engine_cache: Path) -> Driver:
-    return Driver(tiny_model, engine_cache)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 def check(driver: Driver, where: Where, model: Any, prompt: list[int], count: int) -> None:

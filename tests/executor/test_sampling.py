@@ -1,6 +1,5 @@
 """Sampling against plain definitions, against transformers' logits processors, and as a distribution."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -257,11 +256,6 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 
 # The same through the runner
-
-
-@pytest.fixture(scope="module")
-def driver(tiny_model: Path, engine_cache: Path) -> Driver:
-    return Driver(tiny_model, engine_cache)
 
 
 def raw_logits(sent: Any) -> np.ndarray:

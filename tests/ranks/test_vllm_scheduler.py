@@ -448,13 +448,19 @@ def told_of(found: list[Logprobs]) -> tuple[list[int], list[int]]:
     return positions, tokens
 
 
-def test_log_probabilities_of_prompts_are_told_once_though_rows_are_preempted_in_prefill(bench: Any) -> None:
-    """And computed: such a request takes nothing from the prefix cache, though others find its blocks there."""
+def crowded(bench: Any) -> tuple[Any, list[list[int]]]:
+    """A pool of few blocks in which the first of the prompts decodes already: a second one is preempted in prefill."""
     b = bench(num_blocks=8, long_prefill_token_threshold=4)
     prompts = [prompt(20, 0), prompt(30, 1), prompt(1, 2)]
     b.add(0, prompts[0], 20)
     while 0 not in b.output:
         b.turn()
+    return b, prompts
+
+
+def test_log_probabilities_of_prompts_are_told_once_though_rows_are_preempted_in_prefill(bench: Any) -> None:
+    """And computed: such a request takes nothing from the prefix cache, though others find its blocks there."""
+    b, prompts = crowded(bench)
     b.add(1, prompts[1], 4, prompt_logprobs=1)
     b.run()
     assert b.counters.snapshot()["scheduler_preemptions"] > 0
@@ -492,11 +498,7 @@ def test_log_probabilities_of_a_prompt_are_not_found_again_once_there_is_output(
 
 def test_prompts_are_pooled_beside_others_though_rows_are_preempted_in_prefill(bench: Any) -> None:
     """A mean takes nothing from the prefix cache, and what is pooled can be found there."""
-    b = bench(num_blocks=8, long_prefill_token_threshold=4)
-    prompts = [prompt(20, 0), prompt(30, 1), prompt(1, 2)]
-    b.add(0, prompts[0], 20)
-    while 0 not in b.output:
-        b.turn()
+    b, prompts = crowded(bench)
     b.add(1, prompts[1], pooling="mean")
     b.run()
     assert b.counters.snapshot()["scheduler_preemptions"] > 0

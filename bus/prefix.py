@@ -13,6 +13,9 @@ from bus.messages import Ints, MultimodalFeature
 
 HASH_BYTES = 16
 
+_BLANK = blake2b(digest_size=HASH_BYTES)
+"""Copied for each name, which is cheaper than to make one anew."""
+
 
 @lru_cache
 def root_hash(cache_salt: str = "", adapter: str = "") -> bytes:
@@ -25,7 +28,9 @@ def chain_hash(parent: bytes, tokens: bytes, features: bytes = b"") -> bytes:
 
     `features` is what `feature_key` says of the block.
     """
-    return blake2b(parent + tokens + features, digest_size=HASH_BYTES).digest()
+    digest = _BLANK.copy()
+    digest.update(parent + tokens + features)
+    return digest.digest()
 
 
 def feature_key(features: Sequence[MultimodalFeature], begin: int, end: int) -> bytes:
@@ -51,10 +56,18 @@ def block_hashes(
     step = 4 * block_size
     parent = root_hash(cache_salt, adapter)
     names = []
-    for end in range(step, len(data) + 1, step):
-        key = feature_key(features, end // 4 - block_size, end // 4) if features else b""
-        parent = chain_hash(parent, data[end - step : end], key)
-        names.append(parent)
+    if features:
+        for end in range(step, len(data) + 1, step):
+            key = feature_key(features, end // 4 - block_size, end // 4)
+            parent = chain_hash(parent, data[end - step : end], key)
+            names.append(parent)
+    else:  # the same, with no more than has to be done for each block of a long prompt
+        copy = _BLANK.copy
+        for begin in range(0, len(data) - step + 1, step):
+            digest = copy()
+            digest.update(parent + data[begin : begin + step])
+            parent = digest.digest()
+            names.append(parent)
     return b"".join(names)
 
 

@@ -121,7 +121,10 @@ def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
 
 def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]) -> bool:
     """Whether all of `values` [n] are from 0 to `limit` - 1; `limit` is one for all, or one for each, uint32 [n]."""
-    return int(np.count_nonzero(values.view(np.uint32) < limit)) == values.size
+    unsigned = values.view(np.uint32)
+    if isinstance(limit, int):
+        return not unsigned.size or bool(np.maximum.reduce(unsigned) < limit)
+    return int(np.count_nonzero(unsigned < limit)) == unsigned.size
 
 
 def pack_floats(values: Iterable[float] | npt.NDArray[Any]) -> Floats:

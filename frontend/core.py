@@ -4,8 +4,10 @@ It routes requests to ranks, keeps the ledger of those it answers for, passes ou
 to commands. It knows nothing of text: what needs a tokenizer goes up over the seam (`RenderText`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +68,9 @@ from frontend.seam import (
 )
 from frontend.sessions import CONNECTIONS, Sessions, to_client
 
+_OF_READINESS = frozenset((Load, ExecutorStatus))
+"""Messages that may change whether the engine is ready."""
+
 
 class FrontendCore:
     """Pure state machine of one frontend; see `bus.core.Core`."""
@@ -94,13 +99,27 @@ class FrontendCore:
         self._now = 0.0
         self._wall = 0.0
         self._bus_counters: dict[str, float] = {}
+        self._on_message: dict[type[Message], Callable[[Peer, Any], list[Effect]]] = {
+            Outputs: self._outputs,
+            Load: self._load,
+            KvEvents: self._kv_events,
+            ExecutorStatus: self._status_of_executor,
+            Reply: self._reply,
+            Generate: self._start,
+            Embed: self._start,
+            Abort: self._abort,
+            CommandRequest: self._client_command,
+            Append: self._sessions.append,
+            EndTurn: self._sessions.end_turn,
+            Error: self._error,
+        }
 
     def handle(self, event: Event) -> list[Effect]:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
             effects = self._receive(event.peer, event.message)
-            if not isinstance(event.message, Load | ExecutorStatus):
-                return effects  # the others do not change whether the engine is ready
+            if type(event.message) not in _OF_READINESS:
+                return effects
         elif isinstance(event, Posted):
             effects = self._call(event.value)
         elif isinstance(event, PeerUp):
@@ -170,35 +189,35 @@ class FrontendCore:
     # Messages
 
     def _receive(self, peer: Peer, message: Message) -> list[Effect]:
-        if isinstance(message, Outputs):
-            return self._requests.outputs(peer.index, message, self._sessions)
-        if isinstance(message, Load):
-            self._router.ranks[peer.index].see_load(message)
-        elif isinstance(message, KvEvents):
-            self._router.ranks[peer.index].see_kv_events(message)
-        elif isinstance(message, ExecutorStatus):
-            self._executor_status = message
-            room = min(self._limits.max_model_len, message.max_model_len)
-            self._limits = self._sessions.limits = replace(self._limits, max_model_len=room)
-            known = self._adapters.known
-            effects = self._adapters.see(peer, message)
-            return effects if self._adapters.known == known else [*effects, self._status()]
-        elif isinstance(message, Reply):
-            if not self._adapters.answered(message.command_id, loaded=True):
-                return self._commands.replied(_number(peer), message)
-        elif isinstance(message, Generate | Embed):
-            return self._start(peer, message)
-        elif isinstance(message, Abort):
-            return self._abort(peer, message)
-        elif isinstance(message, CommandRequest):
-            return self._command((peer, message.command_id), message)
-        elif isinstance(message, Append):
-            return self._sessions.append(peer, message)
-        elif isinstance(message, EndTurn):
-            return self._sessions.end_turn(peer, message)
-        elif isinstance(message, Error):
-            return self._error(peer, message)
+        take = self._on_message.get(type(message))
+        return [] if take is None else take(peer, message)
+
+    def _outputs(self, peer: Peer, outputs: Outputs) -> list[Effect]:
+        return self._requests.outputs(peer.index, outputs, self._sessions)
+
+    def _load(self, peer: Peer, load: Load) -> list[Effect]:
+        self._router.ranks[peer.index].see_load(load)
         return []
+
+    def _kv_events(self, peer: Peer, events: KvEvents) -> list[Effect]:
+        self._router.ranks[peer.index].see_kv_events(events)
+        return []
+
+    def _status_of_executor(self, peer: Peer, status: ExecutorStatus) -> list[Effect]:
+        self._executor_status = status
+        room = min(self._limits.max_model_len, status.max_model_len)
+        self._limits = self._sessions.limits = replace(self._limits, max_model_len=room)
+        known = self._adapters.known
+        effects = self._adapters.see(peer, status)
+        return effects if self._adapters.known == known else [*effects, self._status()]
+
+    def _reply(self, peer: Peer, reply: Reply) -> list[Effect]:
+        if self._adapters.answered(reply.command_id, loaded=True):
+            return []
+        return self._commands.replied(_number(peer), reply)
+
+    def _client_command(self, peer: Peer, request: CommandRequest) -> list[Effect]:
+        return self._command((peer, request.command_id), request)
 
     def _error(self, peer: Peer, error: Error) -> list[Effect]:
         self._counters.add(f"errors_received/{peer.role}")
@@ -287,7 +306,7 @@ class FrontendCore:
             raise BadRequest(f"request_id {request.request_id} is in use; wait for its Finished, or choose another")
         prompts = [request.text, request.messages, request.prompt_token_ids]
         opens = isinstance(request, Generate) and request.resumable
-        if sum(prompt is not None for prompt in prompts) != 1 and not opens:
+        if prompts.count(None) != len(prompts) - 1 and not opens:
             raise BadRequest("give the prompt as exactly one of text, messages and prompt_token_ids")
         if isinstance(request, Generate) and request.mm_features and request.text_output and not opens:
             raise BadRequest("mm_features are for requests of tokens: set text_output to false")

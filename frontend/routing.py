@@ -31,37 +31,27 @@ class RankView:
 
     def __init__(self) -> None:
         self.load: Load | None = None
+        self.available = False
+        """Whether it takes new requests: it has told its load, has KV blocks, and is not drained."""
+        self.pending_tokens = 0
+        """Tokens it has yet to prefill."""
+        self.in_flight = 0
+        """Requests that wait or run on it."""
+        self.row_frees_in = 0
+        """Output tokens until a row is free at the latest known; 0 when nothing runs."""
         self.sequence = 0
         self._placed: deque[_Placed] = deque()
         self._placed_tokens = 0
         self._cached: set[bytes] = set()
         self._kv_number: int | None = None
 
-    @property
-    def pending_tokens(self) -> int:
-        """Tokens this rank has yet to prefill."""
-        return (self.load.pending_prefill_tokens if self.load else 0) + self._placed_tokens
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that wait or run on this rank."""
-        return (self.load.running + self.load.waiting if self.load else 0) + len(self._placed)
-
-    @property
-    def row_frees_in(self) -> int:
-        """Output tokens until a row is free at the latest known; 0 when nothing runs."""
-        return (self.load.min_remaining_output or 0) if self.load else 0
-
-    @property
-    def available(self) -> bool:
-        """Whether it takes new requests: it has told its load, has KV blocks, and is not drained."""
-        return self.load is not None and self.load.num_blocks > 0 and not self.load.draining
-
     def place(self, tokens: int) -> int:
         """Count `tokens` as work sent to this rank; return the sequence number of the message that brings it."""
         self.sequence += 1
         self._placed.append(_Placed(self.sequence, tokens))
         self._placed_tokens += tokens
+        self.pending_tokens += tokens
+        self.in_flight += 1
         return self.sequence
 
     def see_load(self, load: Load) -> None:
@@ -74,6 +64,10 @@ class RankView:
         self.load = load
         while self._placed and self._placed[0].sequence <= load.acknowledged:
             self._placed_tokens -= self._placed.popleft().tokens
+        self.available = load.num_blocks > 0 and not load.draining
+        self.pending_tokens = load.pending_prefill_tokens + self._placed_tokens
+        self.in_flight = load.running + load.waiting + len(self._placed)
+        self.row_frees_in = load.min_remaining_output or 0
 
     def see_kv_events(self, events: KvEvents) -> None:
         """Follow the rank's prefix cache. After a gap nothing is known of it until the next snapshot."""
@@ -90,9 +84,9 @@ class RankView:
 
     def cached_blocks(self, hashes: bytes) -> int:
         """How many blocks from the start of a prompt with these block names are in the prefix cache."""
-        for count, start in enumerate(range(0, len(hashes), HASH_BYTES)):
+        for start in range(0, len(hashes), HASH_BYTES):
             if hashes[start : start + HASH_BYTES] not in self._cached:
-                return count
+                return start // HASH_BYTES
         return len(hashes) // HASH_BYTES
 
 
@@ -130,20 +124,17 @@ class Router:
 
         Ranks whose rows are all taken come last: there a request waits, however little prefill is pending.
         """
-        views = self.ranks
-        least_in_flight = min(views[rank].in_flight for rank in candidates)
-        slack = AFFINITY_SLACK + least_in_flight // 4
-        maximum = max(views[rank].pending_tokens for rank in candidates)
-
-        def cost(rank: int) -> tuple[bool, int, int, int, int, int]:
-            view = views[rank]
-            overloaded = view.in_flight - least_in_flight > slack
-            own = view.pending_tokens + self._to_prefill(rank, prompt_tokens, b"" if overloaded else hashes)
-            rotation = (rank - self._frontend_index) % len(views)
-            full = view.in_flight >= self._rows
-            return full, max(own, maximum), own, view.in_flight, view.row_frees_in, rotation
-
-        return min(candidates, key=cost)
+        views = [self.ranks[rank] for rank in candidates]
+        in_flight = [view.in_flight for view in views]
+        pending = [view.pending_tokens for view in views]
+        maximum, least_in_flight = max(pending), min(in_flight)
+        most_in_flight = least_in_flight + AFFINITY_SLACK + least_in_flight // 4
+        costs = []
+        for rank, view, requests, tokens in zip(candidates, views, in_flight, pending, strict=True):
+            own = tokens + self._to_prefill(rank, prompt_tokens, hashes if requests <= most_in_flight else b"")
+            rotation = (rank - self._frontend_index) % len(self.ranks)
+            costs.append((requests >= self._rows, max(own, maximum), own, requests, view.row_frees_in, rotation))
+        return candidates[costs.index(min(costs))]
 
     def _round_robin(self, candidates: Sequence[int], prompt_tokens: int, hashes: bytes) -> int:
         self._turn += 1

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bus.messages import Error, Floats, Ints, Message, Role
 
 ENVELOPE = struct.Struct("<QQ")
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class InvalidFrame(Exception):
@@ -110,13 +111,13 @@ def routing_id(role: Role, index: int, incarnation: int) -> bytes:
 
 def pack_ints(values: Iterable[int] | npt.NDArray[Any]) -> Ints:
     """Integers as they travel. An int32 array is not copied."""
-    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype="<i4")
+    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=_INT32)
     return np.ascontiguousarray(array).data.cast("B")
 
 
 def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
     """The integers in a message, as a read-only array that shares its memory. Shape [n], int32."""
-    return np.frombuffer(view, dtype="<i4")
+    return np.frombuffer(view, dtype=_INT32)
 
 
 def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]) -> bool:
@@ -129,13 +130,13 @@ def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]
 
 def pack_floats(values: Iterable[float] | npt.NDArray[Any]) -> Floats:
     """Floats as they travel."""
-    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype="<f4")
+    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=_FLOAT32)
     return np.ascontiguousarray(array).data.cast("B")
 
 
 def unpack_floats(view: Floats) -> npt.NDArray[np.float32]:
     """The floats in a message, as a read-only array that shares its memory. Shape [n], float32."""
-    return np.frombuffer(view, dtype="<f4")
+    return np.frombuffer(view, dtype=_FLOAT32)
 
 
 def schema_hash(unions: Iterable[Any]) -> str:

@@ -1,6 +1,8 @@
 """The requests that run: their rows, and everything about them that a step may change, in arrays by row."""
 
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,24 @@ NUM_STOPS = 4
 NONE = -1
 """Stands in arrays of token ids for no token."""
 
+_NO_STOPS = [NONE] * NUM_STOPS
+
+
+class Entry(NamedTuple):
+    """A request that enters a row: the blocks it has, the length of what is computed, and how many have their names."""
+
+    request: Request
+    blocks: list[int]
+    num_cached: int
+    num_named: int
+
 
 class Batch:
     """Rows 0 … size - 1, each held by a request or by none.
 
     All arrays are int32 [size] unless said otherwise, and what stands in a row that nobody holds means nothing:
 
-    - `known`: tokens whose ids are here; they stand in `tokens` [size, max_len].
+    - `known`: tokens whose ids are here; they stand in `tokens` [size, most × the size of a block].
     - `unseen`: tokens that steps in flight draw.
     - `computed`: tokens whose KV is computed once the steps in flight are done.
     - `limit`: the length at which the request ends.
@@ -38,7 +51,7 @@ class Batch:
     The wide tables are mapped when they are first written to, so a row takes the memory that its longest request took.
     """
 
-    def __init__(self, size: int, max_len: int, most_blocks: int) -> None:
+    def __init__(self, size: int, most_blocks: int, block_size: int) -> None:
         self.running: Rows = np.empty(0, np.intp)
         """The rows that are held, in the order in which their requests entered."""
         self.requests: list[Request | None] = [None] * size
@@ -53,7 +66,7 @@ class Batch:
         self.pools = np.zeros(size, np.bool_)
         self.frontend = np.zeros(size, np.int32)
         self.handle = np.zeros(size, np.int32)
-        self.tokens = np.zeros((size, max_len), np.int32)
+        self.tokens = np.zeros((size, most_blocks * block_size), np.int32)
         self.blocks = np.zeros((size, most_blocks), np.int32)
         self.stops = np.full((size, NUM_STOPS), NONE, np.int32)
         self.many_stops: dict[int, frozenset[int]] = {}
@@ -125,27 +138,46 @@ class Batch:
 
     # Entering and leaving
 
-    def enter(self, request: Request, blocks: list[int], num_cached: int, num_named: int) -> int:
-        """Give a request a free row, the one that has been free longest, or a session its own, and say which."""
-        row = self._take_row(request)
-        size = request.tokens.size
-        self.tokens[row, :size] = request.tokens
-        self.known[row] = size
-        self.unseen[row] = 0
-        self.computed[row] = num_cached
-        self.limit[row] = request.limit
-        self.num_blocks[row] = 0
-        self.add_blocks(row, blocks)
-        self.num_named[row] = num_named
-        self.prefilling[row] = False
-        self.constrained[row] = request.matcher is not None
-        self.pools[row] = request.sampling.pooling is not None
-        self.frontend[row] = request.frontend
-        self.handle[row] = request.handle
-        self._set_stops(row, request)
+    def enter(self, entries: list[Entry]) -> None:
+        """Fill the rows that `take_row` gave to these requests, which then run after all others, in this order."""
+        rows = np.array([entry.request.row for entry in entries], np.intp)
+        columns = np.array(
+            [
+                (
+                    request.tokens.size,
+                    num_cached,
+                    request.limit,
+                    len(blocks),
+                    num_named,
+                    request.matcher is not None,
+                    request.sampling.pooling is not None,
+                    request.frontend,
+                    request.handle,
+                    *self._stops_of(request),
+                )
+                for request, blocks, num_cached, num_named in entries
+            ],
+            np.int32,
+        ).T
+        self.known[rows], self.computed[rows], self.limit[rows], self.num_blocks[rows] = columns[:4]
+        self.num_named[rows], self.constrained[rows], self.pools[rows] = columns[4:7]
+        self.frontend[rows], self.handle[rows] = columns[7:9]
+        self.stops[rows] = columns[9:].T
+        self.unseen[rows] = 0
+        self.prefilling[rows] = False
+        self.held[rows] = True
+        for request, blocks, _, _ in entries:
+            self.tokens[request.row, : request.tokens.size] = request.tokens
+            self.blocks[request.row, : len(blocks)] = blocks
+        self.running = np.concatenate((self.running, rows))
+
+    def take_row(self, request: Request) -> int:
+        """Give a request a free row, the one that has been free longest, or a session its own, and say which.
+
+        It runs once it has entered.
+        """
+        row = request.row = self._take_row(request)
         self.requests[row] = request
-        self.held[row] = True
-        request.row = row
         return row
 
     def _take_row(self, request: Request) -> int:
@@ -169,16 +201,16 @@ class Batch:
             self._free.append(session.row)
         session.row = NONE
 
-    def _set_stops(self, row: int, request: Request) -> None:
-        eos = request.sampling.eos_token_id
-        stops = dict.fromkeys(
-            request.sampling.stop_token_ids if eos is None else [eos, *request.sampling.stop_token_ids]
-        )
-        self.stops[row] = NONE
-        if len(stops) <= NUM_STOPS:
-            self.stops[row, : len(stops)] = list(stops)
-        else:
-            self.many_stops[row] = frozenset(stops)
+    def _stops_of(self, request: Request) -> Sequence[int]:
+        """What a request stops at, as in `stops`; where there is more, it is noted for its row."""
+        eos, others = request.sampling.eos_token_id, request.sampling.stop_token_ids
+        if eos is None and not others:
+            return _NO_STOPS
+        stops = list(dict.fromkeys(others if eos is None else [eos, *others]))
+        if len(stops) > NUM_STOPS:
+            self.many_stops[request.row] = frozenset(stops)
+            return _NO_STOPS
+        return stops + [NONE] * (NUM_STOPS - len(stops))
 
     def leave(self, rows: list[int]) -> None:
         """Take these rows from their requests."""

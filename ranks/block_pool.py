@@ -35,13 +35,13 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Give out `count` free blocks, each to one user; their names are lost. The caller knows that there are."""
-        following, names = self._next, self._name_of
+        following, names, users = self._next, self._name_of, self._users
         end = self.num_blocks
         taken = []
         block = following[end]
         for _ in range(count):
             taken.append(block)
-            self._users[block] = 1
+            users[block] = 1
             if names[block] is not None:
                 self.forget(block)
             after = following[block]
@@ -54,44 +54,50 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int]) -> None:
         """Give `blocks`, found by name, to one more user each."""
+        users, before_of, next_of = self._users, self._before, self._next
         for block in blocks:
-            if self._users[block] == 0:
-                before, after = self._before[block], self._next[block]
-                self._next[before] = after
-                self._before[after] = before
-                self._next[block] = _USED
+            if users[block] == 0:
+                before, after = before_of[block], next_of[block]
+                next_of[before] = after
+                before_of[after] = before
+                next_of[block] = _USED
                 self.num_free -= 1
-            self._users[block] += 1
+            users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take the blocks of one user back, given from its first to its last: of these the last is lost first."""
+        users, names = self._users, self._name_of
         first: list[int] = []
         last: list[int] = []
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                (last if self._name_of[block] is not None else first).append(block)
-        self._insert(first, self._next[self.num_blocks])
-        self._insert(last, self.num_blocks)
+            left = users[block] = users[block] - 1
+            if left == 0:
+                (last if names[block] is not None else first).append(block)
+        if first:
+            self._insert(first, self._next[self.num_blocks])
+        if last:
+            self._insert(last, self.num_blocks)
 
     def _insert(self, blocks: list[int], after: int) -> None:
         """Put free blocks into the ring, in order, before the place `after`."""
-        before = self._before[after]
+        before_of, next_of = self._before, self._next
+        before = before_of[after]
         for block in blocks:
-            self._next[before] = block
-            self._before[block] = before
+            next_of[before] = block
+            before_of[block] = before
             before = block
-        self._next[before] = after
-        self._before[after] = before
+        next_of[before] = after
+        before_of[after] = before
         self.num_free += len(blocks)
 
     # The prefix cache
 
     def find(self, names: Sequence[bytes]) -> list[int]:
         """The blocks that have these names, up to the first name that no block has."""
+        blocks_of = self._blocks_of
         found = []
         for name in names:
-            block = self._blocks_of.get(name)
+            block = blocks_of.get(name)
             if block is None:
                 break
             found.append(block if isinstance(block, int) else block[0])
@@ -99,19 +105,22 @@ class BlockPool:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody uses."""
-        return sum(self._users[block] == 0 for block in blocks)
+        users = self._users
+        return [users[block] for block in blocks].count(0)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Let a block in use, which has no name, be found by this one."""
-        self._name_of[block] = name
-        others = self._blocks_of.get(name)
-        if others is None:
-            self._was_known.setdefault(name, False)
-            self._blocks_of[name] = block
-        elif isinstance(others, int):
-            self._blocks_of[name] = [others, block]
-        else:
-            others.append(block)
+    def name(self, blocks: Iterable[int], names: Iterable[bytes]) -> None:
+        """Let `blocks` in use, none of which has a name, be found by `names`, a name each."""
+        name_of, blocks_of, was_known = self._name_of, self._blocks_of, self._was_known
+        for block, name in zip(blocks, names, strict=True):
+            name_of[block] = name
+            others = blocks_of.get(name)
+            if others is None:
+                was_known.setdefault(name, False)
+                blocks_of[name] = block
+            elif isinstance(others, int):
+                blocks_of[name] = [others, block]
+            else:
+                others.append(block)
 
     def forget(self, block: int) -> None:
         """Take a block's name from it, if it has one."""

@@ -84,7 +84,7 @@ class Checks:
 
     def check_tokens(self, tokens: Ints) -> None:
         """Refuse tokens that are not in the vocabulary."""
-        if not all_below(unpack_ints(tokens), self._pool.vocab_size):
+        if tokens.nbytes and not all_below(unpack_ints(tokens), self._pool.vocab_size):
             raise Refused(f"there are token ids outside the vocabulary; they must be 0 to {self._pool.vocab_size - 1}")
 
     def check_sampling(self, sampling: Sampling, num_output: int) -> None:

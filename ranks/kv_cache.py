@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bus.prefix import chain_hash
 from ranks.batch import Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.request import Int32, Request, Session
@@ -64,43 +65,66 @@ class KvCache:
         if not self.pool.caching:
             return
         full = ends >> self._shift
-        some = full > self._batch.num_named[rows]
-        if some.any():
+        some = (full > self._batch.num_named[rows]).nonzero()[0]
+        if some.size:
             self._name(rows[some], full[some])
 
     def _name(self, rows: Rows, full: Int32) -> None:
         """Give the blocks of `rows` their names up to the first `full` ones; each row has one without at least."""
-        batch, size = self._batch, self.block_size
+        batch = self._batch
         named = batch.num_named[rows]
         batch.num_named[rows] = full
         # In decode each row has filled its one next block: its tokens and its number, for all rows at once
-        tokens = batch.tokens[rows[:, None], (named * size)[:, None] + np.arange(size)].tobytes()
-        blocks = batch.blocks[rows, named].tolist()
-        width = 4 * size
-        for place, (row, begin, end) in enumerate(zip(rows.tolist(), named.tolist(), full.tolist(), strict=True)):
-            request = batch.request(row)
-            if request.session is not None:
-                self._name_prompt(row, begin, end)
-            elif end == begin + 1 == len(request.names) + 1:
-                name = request.name_next(tokens[place * width : (place + 1) * width])
-                self.pool.name(blocks[place], name)
+        tokens = batch.tokens.reshape(-1, self.block_size)[rows * batch.blocks.shape[1] + named].tobytes()
+        nexts = batch.blocks[rows, named].tolist()
+        width = 4 * self.block_size
+        requests = batch.requests
+        blocks: list[int] = []
+        names: list[bytes] = []
+        at = 0
+        for row, begin, end, block in zip(rows.tolist(), named.tolist(), full.tolist(), nexts, strict=True):
+            request = requests[row]
+            assert request is not None
+            own = request.names
+            if end == begin + 1 == len(own) + 1 and request.session is None and not request.features:
+                name = chain_hash(own[-1] if own else request.root, tokens[at : at + width])
+                own.append(name)
+                names.append(name)
+                blocks.append(block)
             else:
-                self._name_blocks(request, row, begin, end)
+                stop, batch.num_named[row] = self._due(request, end)
+                blocks += batch.blocks[row, begin:stop].tolist()
+                names += request.name_blocks(stop, batch.tokens[row], self.block_size)[begin:stop]
+            at += width
+        self.pool.name(blocks, names)
 
-    def _name_prompt(self, row: int, begin: int, end: int) -> None:
-        """Name a session's blocks, but for those of its turn's output: as long as that goes on, it may be cut short."""
-        request = self._batch.request(row)
+    def name_entering(self, request: Request, blocks: list[int], named: int, end: int) -> int:
+        """Let the `blocks` of a request that enters a row be found that are full at `end`; the first `named` are.
+
+        Returns how many of them the row is to count as named.
+        """
+        full = end >> self._shift
+        if full <= named or not self.pool.caching:
+            return named
+        stop, counted = self._due(request, full)
+        self.pool.name(blocks[named:stop], request.name_blocks(stop, request.tokens, self.block_size)[named:stop])
+        return counted
+
+    def _due(self, request: Request, full: int) -> tuple[int, int]:
+        """Where, in a row whose first `full` blocks are full, those end that may be found, and what it counts as named.
+
+        Of a session only the prompt's may: as long as its turn's output goes on, it may be cut short.
+        """
+        if request.session is None:
+            return full, full
         in_prompt = request.num_prompt >> self._shift
-        self._name_blocks(request, row, begin, min(end, in_prompt))
-        if end >= in_prompt:
-            self._batch.num_named[row] = ALL  # so that it is not looked at again before the turn ends
+        return (full, full) if full < in_prompt else (in_prompt, ALL)
 
     def _name_blocks(self, request: Request, row: int, begin: int, end: int) -> None:
         """Give the blocks of a row from `begin` to `end`, which may be none, their names."""
         if begin < end:
             names = request.name_blocks(end, self._batch.tokens[row], self.block_size)
-            for block, name in zip(self._batch.blocks[row, begin:end].tolist(), names[begin:end], strict=True):
-                self.pool.name(block, name)
+            self.pool.name(self._batch.blocks[row, begin:end].tolist(), names[begin:end])
 
     def settle(self, row: int, context: int) -> None:
         """Move a row's blocks to the session it belongs to, whose turn has ended: `context` of its tokens stay.

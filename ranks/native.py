@@ -72,7 +72,7 @@ class NativeScheduler:
         self._checks = Checks(pool, pool.num_blocks, config.most_prompt_logprobs)
         max_len = self._checks.max_len
         self._blocks = BlockPool(pool.num_blocks, config.enable_prefix_caching)
-        self._batch = Batch(config.max_num_seqs, max_len, -(-max_len // pool.block_size))
+        self._batch = Batch(config.max_num_seqs, -(-max_len // pool.block_size), pool.block_size)
         self._kv = KvCache(self._batch, self._blocks, pool.block_size)
         self._waiting = Waiting(by_priority=config.policy == "priority")
         self._statistics = Statistics(counters)
@@ -348,8 +348,8 @@ class NativeScheduler:
         self._steps.append(plan)
         self._watch(plan)
         if self._drafts is not None:
-            for request, _ in plan.entered:
-                self._drafts.begin(request.row)
+            for entry in plan.entered:
+                self._drafts.begin(entry.request.row)
         known = self._drafts is not None and self._drafts.are_known
         schedule = schedules.of_plan(plan, self._batch, with_drafts=known, more=self._planner.expects_more())
         for _ in schedule.continued:
@@ -386,7 +386,7 @@ class NativeScheduler:
             for request in self._sessions.take_empty():
                 self._end_turn(request, "empty")
         plan = self._planner.plan(number)
-        for request, cached in plan.entered:
+        for request, _, cached, _ in plan.entered:
             if not request.has_run:
                 request.has_run = True
                 self._statistics.started(request.num_prompt, cached)

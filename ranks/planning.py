@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bus.config import Config
 from bus.messages import PauseState, RequestStarted
-from ranks.batch import Batch, Rows
+from ranks.batch import Batch, Entry, Rows
 from ranks.kv_cache import KvCache
 from ranks.request import Int32, Request
 from ranks.sessions import Sessions
@@ -24,8 +24,8 @@ class Step:
     """What a step does, and, while it is in flight, what is needed when it comes back.
 
     `rows` [n] run `counts` [n] tokens each, those where `samples` [n] is true draw one. `block_ids` [m] were given to
-    `block_rows` [m] that ran before. `entered` has those that got a row in this step, with the length of what they
-    found in the prefix cache. `drafts` has the draft tokens at the end of a row's count.
+    `block_rows` [m] that ran before. `entered` has those that got a row in this step. `drafts` has the draft tokens at
+    the end of a row's count.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Step:
     samples: npt.NDArray[np.bool_]
     block_rows: Rows
     block_ids: list[int]
-    entered: list[tuple[Request, int]]
+    entered: list[Entry]
     preempted: list[Request]
     drafts: dict[int, list[int]]
     started: list[tuple[Request, int, RequestStarted]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Planner:
         self._block_ids: list[int] = []
         self._preempted: list[Request] = []
         """Since the last step was made."""
-        self._entered: list[tuple[Request, int]] = []
+        self._entered: list[Entry] = []
         self._speculates = config.most_drafts > 0 and not config.single_step
         self.pause_state: PauseState = "unpaused"
         self.drafts: dict[int, list[int]] = {}
@@ -231,37 +231,38 @@ class Planner:
 
     def _admit(self, budget: int, longest: int) -> None:
         """Give rows to those that wait, in their order, up to the first for which something does not suffice."""
-        batch, pool = self._batch, self._kv.pool
-        rows: list[int] = []
+        batch, kv, pool = self._batch, self._kv, self._kv.pool
+        entered = self._entered
+        counts: list[int] = []
         while budget > 0 and (request := self._waiting.first()) is not None and batch.has_room_for(request):
-            size = request.tokens.size
             session = request.session
             if session is not None and session.blocks:
                 found, cached, num_named = session.blocks, session.computed, session.num_named
             else:
-                found = self._kv.find(request)
-                cached, num_named = len(found) * self._kv.block_size, len(found)
-            if not self._fits(request, found, nothing_runs=batch.running.size == 0 and not rows):
+                found = kv.find(request)
+                cached, num_named = len(found) * kv.block_size, len(found)
+            if not self._fits(request, found, nothing_runs=batch.running.size == 0 and not entered):
                 break
-            count = min(size - cached, longest, budget)
+            count = min(request.tokens.size - cached, longest, budget)
             if session is None or not session.blocks:
                 pool.share(found)
                 self._statistics.looked_up(request, cached)
-            more = pool.take(max(self._kv.blocks_for(cached + count) - len(found), 0))
+            more = pool.take(max(kv.blocks_for(cached + count) - len(found), 0))
             self._waiting.remove(request)
-            row = batch.enter(request, found + more, cached, num_named)
+            row = batch.take_row(request)
             if session is not None:
                 self._sessions.entered(request)
                 if session.row == row:
                     self._block_rows.append(np.full(len(more), row, np.intp))
                     self._block_ids += more
-            self._planned[row] = count
-            self._kv.name_full(np.array([row]), np.array([cached + count], np.int32))
-            self._entered.append((request, cached))
-            rows.append(row)
+            blocks = found + more
+            num_named = kv.name_entering(request, blocks, num_named, cached + count)
+            entered.append(Entry(request, blocks, cached, num_named))
+            counts.append(count)
             budget -= count
-        if rows:
-            batch.running = np.concatenate([batch.running, np.array(rows, np.intp)])
+        if entered:
+            batch.enter(entered)
+            self._planned[batch.running[-len(counts) :]] = counts
 
     def _fits(self, request: Request, found: list[int], nothing_runs: bool) -> bool:
         """Whether there is room for all of a request that has `found`, once sessions have made some where they can.

@@ -15,9 +15,10 @@ def render(step: Step, batch: Batch, before: frozenset[int], finished: list[Requ
     counts = dict(zip(rows, step.counts.tolist(), strict=True))
     names = {row: batch.request(row).name for row in rows}
     numbers = {row: batch.request(row).number for row in rows}
-    entered = {request.row for request, _ in step.entered}
-    new = [request for request, _ in step.entered if not request.num_preemptions]
-    resumed = [request.row for request, _ in step.entered if request.num_preemptions]
+    requests = [entry.request for entry in step.entered]
+    entered = {request.row for request in requests}
+    new = [request for request in requests if not request.num_preemptions]
+    resumed = [request.row for request in requests if request.num_preemptions]
     cached = [row for row in rows if row not in entered] + resumed
     given: dict[int, list[int]] = {row: batch.blocks_of(row) for row in resumed}
     for row, block in zip(step.block_rows.tolist(), step.block_ids, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.messages import AddRequest, MultimodalFeature, Sampling
-from bus.prefix import chain_hash, feature_key, root_hash, split_hashes
+from bus.prefix import HASH_BYTES, chain_hash, feature_key, root_hash, split_hashes
 from bus.wire import unpack_ints
 from ranks.grammars import Matcher
 from ranks.logprobs import PromptReport
@@ -126,8 +126,10 @@ def new_request(
 ) -> Request:
     """The request that `message` asks for; it ends at `max_len` tokens at the latest."""
     prompt = unpack_ints(message.prompt_token_ids)
-    tokens = np.concatenate([prompt, unpack_ints(message.output_token_ids)])
-    names = split_hashes(message.block_hashes)
+    tokens = prompt
+    if message.output_token_ids.nbytes:
+        tokens = np.concatenate([prompt, unpack_ints(message.output_token_ids)])
+    named = message.block_hashes.nbytes == prompt.size // block_size * HASH_BYTES
     return Request(
         frontend=frontend,
         handle=message.handle,
@@ -143,7 +145,7 @@ def new_request(
         tokens=tokens,
         root=root_hash(message.cache_salt, message.adapter),
         adapter=message.adapter,
-        names=names if len(names) == prompt.size // block_size else [],
+        names=split_hashes(message.block_hashes) if named else [],
         features=message.mm_features,
         turn=message.turn,
         session=Session(message.sampling) if message.resumable else None,

@@ -17,16 +17,14 @@ def again(plan: Step, more: bool) -> PartialSchedule:
 def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> PartialSchedule:
     """Any step. `with_drafts` sends the draft tokens along; if not so, the executor draws them itself."""
     new, resumed, continued = [], [], []
-    for request, cached in plan.entered:
+    for request, blocks, cached, _ in plan.entered:
         session = request.session
         if session is not None and session.row == request.row:
             continued.append(_continue_row(request, session))
-            continue
-        blocks = pack_ints(batch.blocks_of(request.row))
-        if request.num_preemptions or request.tokens.size > request.num_prompt:
-            resumed.append(_resume_row(request, blocks, cached))
+        elif request.num_preemptions or request.tokens.size > request.num_prompt:
+            resumed.append(_resume_row(request, pack_ints(blocks), cached))
         else:
-            new.append(_new_row(request, blocks, cached))
+            new.append(_new_row(request, pack_ints(blocks), cached))
     mask_rows, masks = _masks(plan, batch)
     return PartialSchedule(
         step=plan.number,

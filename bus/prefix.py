@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
+import numpy as np
+
 from bus.messages import Ints, MultimodalFeature
 
 HASH_BYTES = 16
+
+_NAME = np.dtype((np.void, HASH_BYTES))
 
 _BLANK = blake2b(digest_size=HASH_BYTES)
 """Copied for each name, which is cheaper than to make one anew."""
@@ -73,5 +77,6 @@ def block_hashes(
 
 def split_hashes(names: bytes | memoryview) -> list[bytes]:
     """The 16-byte names in a field that holds several."""
-    data = bytes(names)
-    return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
+    whole = len(names) // HASH_BYTES * HASH_BYTES
+    split: list[bytes] = np.frombuffer(names[:whole], _NAME).tolist()
+    return split

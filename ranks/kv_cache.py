@@ -58,7 +58,10 @@ class KvCache:
         most = (request.tokens.size - 1) >> self._shift
         if request.session is not None:
             most = min(most, request.num_prompt >> self._shift)
-        return self.pool.find(request.name_blocks(most, request.tokens, self.block_size)[:most])
+        names = request.names
+        if len(names) < most:
+            names = request.name_blocks(most, request.tokens, self.block_size)
+        return self.pool.find(names[:most])
 
     def name_full(self, rows: Rows, ends: Int32) -> None:
         """Let the blocks of `rows` that are full at `ends`, none of which is past a row's known tokens, be found."""

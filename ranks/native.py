@@ -11,7 +11,6 @@ from collections import deque
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from bus.config import Config
 from bus.counters import Counters
@@ -50,10 +49,10 @@ from ranks.logprobs import part_of
 from ranks.outbox import by_id
 from ranks.output import outputs
 from ranks.planning import Planner, Step
-from ranks.pooling import POOLED, vectors_of
+from ranks.pooling import vectors_of
 from ranks.rendering import render
 from ranks.request import Int32, Request, Session, Turn, new_request
-from ranks.scheduler import NOT_A_NUMBER, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
+from ranks.scheduler import Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.sessions import Sessions
 from ranks.statistics import Statistics
 from ranks.steady import Steady
@@ -358,7 +357,7 @@ class NativeScheduler:
 
     def _watch(self, plan: Step) -> None:
         """Look whether decode is steady from `plan` on: the last step had the same rows, and they all draw."""
-        same = np.array_equal(plan.rows, self._last_rows)
+        same = not plan.entered and np.array_equal(plan.rows, self._last_rows)
         self._last_rows = plan.rows
         if (
             same
@@ -389,10 +388,14 @@ class NativeScheduler:
         for request, _, cached, _ in plan.entered:
             if not request.has_run:
                 request.has_run = True
-                self._statistics.started(request.num_prompt, cached)
                 queued = max(now - request.added_at, 0.0)
                 started = RequestStarted(handle=request.handle, queued_s=queued, cached_tokens=cached)
                 plan.started.append((request, request.turn, started))
+        if plan.started:
+            self._statistics.started(
+                sum(request.num_prompt for request, _, _ in plan.started),
+                sum(started.cached_tokens for _, _, started in plan.started),
+            )
         if plan.rows.size:
             self._statistics.scheduled(plan.num_tokens)
         return plan
@@ -406,27 +409,16 @@ class NativeScheduler:
             self._statistics.generated(steady.size, 0)
             return steady.outputs(number, tokens)
         step = self._steps[0]
-        table, counts = results.read(result, step, self._batch.pools[step.rows], self._pool.vocab_size)
-        first = table[:, 0]
-        pooled = vectors_of(step.rows[first == POOLED].tolist(), result) if result.pooled or POOLED in first else {}
-        return self._take(table, counts * (first >= 0), first == NOT_A_NUMBER, result.logprobs, pooled)
+        drawn = results.read(result, step, self._batch.pools[step.rows], self._pool.vocab_size)
+        pooled = vectors_of(step.rows[drawn.pooled].tolist(), result) if drawn.pooled.size else {}
+        return self._take(drawn, result.logprobs, pooled)
 
     def _all_drew(self, tokens: Int32) -> bool:
         """Whether each row of the oldest step has a token of the vocabulary."""
         return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
 
-    def _take(
-        self,
-        table: Int32,
-        lengths: Int32,
-        broken: npt.NDArray[np.bool_],
-        logprobs: list[Logprobs],
-        pooled: dict[int, Floats],
-    ) -> StepOutputs:
-        """Give the oldest step's rows their tokens: the first `lengths` [n] of each line of `table` [n, widest].
-
-        Rows in `pooled` have their vectors instead.
-        """
+    def _take(self, drawn: results.Drawn, logprobs: list[Logprobs], vectors: dict[int, Floats]) -> StepOutputs:
+        """Give the oldest step's rows what they got; `vectors` has those of the rows that were pooled."""
         self._unsettle()
         step = self._steps.popleft()
         batch = self._batch
@@ -440,21 +432,22 @@ class NativeScheduler:
             if self._is_alive(request) and request.turn == turn
         ]
         ended = []
-        if broken.any():
-            ended = self._end_broken(rows[broken & held])
+        if drawn.broken.size:
+            ended = self._end_broken(rows[drawn.broken[held[drawn.broken]]])
             held &= batch.held[rows]
-        vectors: list[tuple[int, Pooled]] = []
-        if pooled:
-            vectors, done = self._end_pooled([row for row in rows[held].tolist() if row in pooled], pooled)
+        pooled: list[tuple[int, Pooled]] = []
+        if vectors:
+            pooled, done = self._end_pooled([row for row in rows[held].tolist() if row in vectors], vectors)
             ended += done
             held &= batch.held[rows]
         own = self._own_prompt_logprobs(rows[held], logprobs) if logprobs else []
         for row, drafts in step.drafts.items():
             place = int(np.flatnonzero(rows == row)[0])
             if held[place]:
-                self._judge(row, drafts, int(lengths[place]))
-        delivered, over = batch.append_tokens(rows, table, np.where(held, lengths, 0))
-        told = np.flatnonzero(delivered)
+                self._judge(row, drafts, int(drawn.lengths[place]))
+        table = drawn.table
+        delivered, over = batch.append_tokens(rows, table, drawn.lengths * held)
+        told = delivered.nonzero()[0]
         if self._config.async_depth > 1:
             going = rows[told]
             self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
@@ -465,15 +458,13 @@ class NativeScheduler:
             ended += self._finish([batch.request(row)], "error", "grammar", sentence)
         if self._drafts is not None:
             self._look_up(self._drafts, rows[told])
-        num_delivered = int(delivered.sum())
-        self._statistics.generated(num_delivered, int(lengths.sum()) - num_delivered)
+        num_delivered = int(np.add.reduce(delivered))
+        self._statistics.generated(num_delivered, int(np.add.reduce(drawn.lengths)) - num_delivered)
         tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
         if logprobs:
             own += self._own_logprobs(step, delivered, logprobs)
         turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
-        return self._tell(
-            step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own, vectors
-        )
+        return self._tell(step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own, pooled)
 
     def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
         """A row with drafts has `num_tokens` tokens: all but the last are drafts that were right."""
@@ -529,11 +520,14 @@ class NativeScheduler:
 
     def _end(self, rows: list[int]) -> list[Ended]:
         """The last token of each of these rows is the last of its request, or of its session's turn."""
+        if not rows:
+            return []
+        batch = self._batch
         ended = []
         gone = []
-        for row in rows:
-            request = self._batch.request(row)
-            reason, stop_reason = self._why(row, request)
+        for row, token in zip(rows, batch.tokens[rows, batch.known[rows] - 1].tolist(), strict=True):
+            request = batch.request(row)
+            reason, stop_reason = _why(token, request.sampling)
             if request.session is None:
                 ended.append(self._forget(request, reason, stop_reason))
                 gone.append(row)
@@ -543,14 +537,6 @@ class NativeScheduler:
                 self._end_turn(request, reason, stop_reason)
         self._leave(gone)
         return ended
-
-    def _why(self, row: int, request: Request) -> tuple[Literal["stop", "length"], int | None]:
-        token = int(self._batch.tokens[row, self._batch.known[row] - 1])
-        if token == request.sampling.eos_token_id:
-            return "stop", None
-        if token in request.sampling.stop_token_ids:
-            return "stop", token
-        return "length", None
 
     def _own_prompt_logprobs(self, rows: Rows, logprobs: list[Logprobs]) -> list[tuple[int, Logprobs]]:
         """Those of prompts that requests in `rows` were not told yet, with the frontend they go to."""
@@ -624,7 +610,7 @@ class NativeScheduler:
         table = np.full((len(drawn), max(1, int(lengths.max(initial=0)))), NONE, np.int32)
         for line, tokens in zip(table, drawn, strict=True):
             line[: len(tokens)] = tokens
-        given = self._take(table, lengths, np.zeros(len(drawn), np.bool_), [], {})
+        given = self._take(results.Drawn(table, lengths, results.NO_PLACES, results.NO_PLACES), [], {})
         return given, by_id(given, {(request.frontend, request.handle): request.name for request in self._rendered})
 
     def _check_sampled(self, name: str, tokens: list[int], most: int | None) -> None:
@@ -732,6 +718,15 @@ class NativeScheduler:
 
     def kv_snapshot(self) -> bytes:
         return self._blocks.names()
+
+
+def _why(token: int, sampling: Sampling) -> tuple[Literal["stop", "length"], int | None]:
+    """Why a request ends with this token, its last; and the token, if that is why."""
+    if token == sampling.eos_token_id:
+        return "stop", None
+    if token in sampling.stop_token_ids:
+        return "stop", token
+    return "length", None
 
 
 def _drafts(config: Config) -> PromptLookup | DraftModel | None:

@@ -26,19 +26,27 @@ def outputs(
 
     `frontends` and `handles` [n] say whose the tokens are: one each, or, with `counts` [n], that many of `tokens`.
     """
-    addressees = [*np.unique(frontends).tolist(), *(place for place, _ in started), *(item.frontend for item in ended)]
-    addressees += [place for place, _ in (*turns, *logprobs)]  # who is in `pooled` has ended
+    alike = np.count_nonzero(frontends != frontends[:1]) == 0
+    addressees = dict.fromkeys((frontends[:1] if alike else frontends).tolist())
+    for items in (started, turns, logprobs):  # who is in `pooled` has ended
+        addressees |= dict.fromkeys(frontend for frontend, _ in items)
+    addressees |= dict.fromkeys(item.frontend for item in ended)
     messages = []
-    for frontend in sorted(dict.fromkeys(addressees)):
-        mine = frontends == frontend
+    for frontend in sorted(addressees):
+        own_handles, own_tokens, own_counts = handles, tokens, counts
+        if len(addressees) > 1:
+            mine = frontends == frontend
+            own_handles = handles[mine]
+            own_tokens = tokens[mine if counts is None else np.repeat(mine, counts)]
+            own_counts = None if counts is None else counts[mine]
         messages.append(
             (
                 frontend,
                 Outputs(
                     step=step,
-                    handles=pack_ints(handles[mine]),
-                    tokens=pack_ints(tokens[mine if counts is None else np.repeat(mine, counts)]),
-                    counts=EMPTY if counts is None else pack_ints(counts[mine]),
+                    handles=pack_ints(own_handles),
+                    tokens=pack_ints(own_tokens),
+                    counts=EMPTY if own_counts is None else pack_ints(own_counts),
                     started=[item for place, item in started if place == frontend],
                     turns=[item for place, item in turns if place == frontend],
                     ended=[item.ended for item in ended if item.frontend == frontend],

@@ -58,9 +58,14 @@ class Step:
         return [token for row in self.rows.tolist() for token in self.drafts.get(row, ())] if self.drafts else []
 
     @property
+    def all_sample(self) -> bool:
+        """Whether each row comes to its last token."""
+        return int(np.count_nonzero(self.samples)) == self.rows.size
+
+    @property
     def is_plain(self) -> bool:
         """Whether each row draws one token, and there is nothing else to be told of it."""
-        return bool(self.samples.all()) and not self.drafts and not self.started and not self.preempted
+        return self.all_sample and not self.drafts and not self.started and not self.preempted
 
 
 class Planner:
@@ -135,61 +140,61 @@ class Planner:
             counts = self._counts(rows, budget, longest)
             ends = batch.computed[rows] + counts
             lacking = self._kv.lacking(rows, ends)
-            fit = rows.size
-            while (missing := int(lacking.sum()) - pool.num_free) > 0:
+            needed = int(np.add.reduce(lacking))
+            while (missing := needed - pool.num_free) > 0:
                 if not self._sessions.give_up_blocks(missing, None, ready_too=True):
                     break
-            if missing > 0:
-                fit = int(np.searchsorted(np.cumsum(lacking), pool.num_free, side="right"))
-            self._give(rows[:fit], counts[:fit], ends[:fit], lacking[:fit])
-            budget -= int(counts[:fit].sum())
-            first += fit
-            if fit < rows.size:
-                row = int(rows[fit])
-                budget += self._make_room(row, int(lacking[fit]))
-                if not batch.held[row]:
-                    break
-                place = slice(fit, fit + 1)
-                self._give(rows[place], counts[place], ends[place], lacking[place])
-                budget -= int(counts[fit])
-                first = int(np.flatnonzero(batch.running == row)[0]) + 1
+            if missing <= 0:
+                return budget - self._give(rows, counts, ends, lacking)
+            fit = int(np.searchsorted(np.cumsum(lacking), pool.num_free, side="right"))
+            budget -= self._give(rows[:fit], counts[:fit], ends[:fit], lacking[:fit])
+            row = int(rows[fit])
+            budget += self._make_room(row, int(lacking[fit]))
+            if not batch.held[row]:
+                break
+            place = slice(fit, fit + 1)
+            budget -= self._give(rows[place], counts[place], ends[place], lacking[place])
+            first = int(np.flatnonzero(batch.running == row)[0]) + 1
         return budget
 
     def _counts(self, rows: Rows, budget: int, longest: int) -> Int32:
         """How many tokens each row could run, were there blocks enough."""
         batch = self._batch
         computed = batch.computed[rows]
-        coming = batch.known[rows] + batch.unseen[rows]
+        unseen = batch.unseen[rows]
+        coming = batch.known[rows] + unseen
         counts: Int32 = (coming - computed) * (coming < batch.limit[rows])
         tried = _NO_DRAFTS
         if self.drafts:
             tried = np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
             counts += tried
             np.minimum(counts, self._max_len - 1 - computed, out=counts)
-        in_flight = batch.unseen[rows] > 0
         constrained = batch.constrained[rows]
-        if (constrained & in_flight).any():
+        if np.count_nonzero(constrained) and (constrained & (unseen > 0)).any():
             # Their masks follow from the tokens in flight. They wait all together, so that they run in the same steps.
             counts[constrained & ~batch.prefilling[rows]] = 0
-        if self._speculates and (in_flight & ((computed >= coming) | (tried > 0))).any():
+        if self._speculates and ((unseen > 0) & ((computed >= coming) | (tried > 0))).any():
             # What a row tries follows from its tokens, and where it goes on from what was right of it. All others wait
             # with it: a step that has them all takes hardly longer than one that has some.
             counts[~batch.prefilling[rows]] = 0
-        np.minimum(counts, longest, out=counts)
-        if counts.sum() > budget:
+        if longest < budget:
+            np.minimum(counts, longest, out=counts)
+        if np.add.reduce(counts) > budget:
             np.clip(budget - (np.cumsum(counts, dtype=np.int32) - counts), 0, counts, out=counts)
         return counts
 
-    def _give(self, rows: Rows, counts: Int32, ends: Int32, lacking: Int32) -> None:
-        """Plan `counts` tokens for `rows`, with the blocks they lack."""
+    def _give(self, rows: Rows, counts: Int32, ends: Int32, lacking: Int32) -> int:
+        """Plan `counts` tokens for `rows`, with the blocks they lack; returns how many these are together."""
         self._planned[rows] = counts
-        if lacking.any():
+        if np.count_nonzero(lacking):
             block_rows, block_ids = self._kv.grow(rows, lacking)
             self._block_rows.append(block_rows)
             self._block_ids += block_ids
-        if not counts.all():
+        num_tokens = int(np.add.reduce(counts))
+        if np.count_nonzero(counts) < counts.size:
             rows, ends = rows[counts > 0], ends[counts > 0]  # accepted drafts may have filled blocks of the others
         self._kv.name_full(rows, np.minimum(ends, self._batch.known[rows]))
+        return num_tokens
 
     def _make_room(self, row: int, lacking: int) -> int:
         """Preempt until `lacking` blocks are free or `row` itself is gone; returns the tokens the others had."""
@@ -257,7 +262,7 @@ class Planner:
                     self._block_ids += more
             blocks = found + more
             num_named = kv.name_entering(request, blocks, num_named, cached + count)
-            entered.append(Entry(request, blocks, cached, num_named))
+            entered.append(Entry(request, np.array(blocks, np.int32), cached, num_named))
             counts.append(count)
             budget -= count
         if entered:
@@ -270,8 +275,11 @@ class Planner:
         Those that wait for a row lose their blocks only when there is nothing that will give any back.
         """
         pool = self._kv.pool
+        needed = self._kv.blocks_for(request.tokens.size)
+        if needed <= pool.num_free:
+            return True
         while True:
-            lacking = self._kv.blocks_for(request.tokens.size) - len(found)
+            lacking = needed - len(found)
             if request.session is None or found is not request.session.blocks:
                 lacking += pool.count_free(found)
             if lacking <= pool.num_free:
@@ -285,21 +293,22 @@ class Planner:
         batch = self._batch
         rows = batch.running
         counts = self._planned[rows]
-        if not counts.all():
+        if np.count_nonzero(counts) < counts.size:
             rows = rows[counts > 0]
             counts = self._planned[rows]
-        block_rows = np.concatenate(self._block_rows) if self._block_rows else np.empty(0, np.intp)
+        given = self._block_rows
+        block_rows = given[0] if len(given) == 1 else np.concatenate([_NO_ROWS, *given])
         block_ids = self._block_ids
         if self._preempted:
             kept = batch.held[block_rows]
             block_rows = block_rows[kept]
             block_ids = [block for block, keep in zip(block_ids, kept.tolist(), strict=True) if keep]
         drafts = self._take_drafts(rows, counts) if self.drafts else {}
-        coming = batch.known[rows] + batch.unseen[rows]
+        unseen = batch.unseen[rows]
         computed = batch.computed[rows] + counts
-        samples = computed >= coming
+        samples = computed >= batch.known[rows] + unseen
         batch.computed[rows] = computed
-        batch.unseen[rows] += samples
+        batch.unseen[rows] = unseen + samples
         batch.prefilling[rows] = ~samples
         batch.use(rows, number)
         preempted, self._preempted = self._preempted, []
@@ -317,3 +326,4 @@ class Planner:
 
 
 _NO_DRAFTS = np.zeros(1, np.int32)
+_NO_ROWS: Rows = np.empty(0, np.intp)

@@ -1,34 +1,57 @@
 """A step's result as the executor sends it: what each row got, once it is sure that it may have that."""
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from bus.messages import StepResult
-from bus.wire import unpack_ints
+from bus.wire import all_below, unpack_ints
 from ranks.batch import NONE, Rows
 from ranks.planning import Step
 from ranks.pooling import POOLED
 from ranks.request import Int32
 from ranks.scheduler import NOT_A_NUMBER, BrokenResult
 
+Places = npt.NDArray[np.intp]
+"""Numbers of places in a step."""
 
-def read(result: StepResult, step: Step, pools: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Int32, Int32]:
-    """The tokens of a step's rows [n], a line each, int32 [n, most], and how many of each line there are, int32 [n].
+NO_PLACES: Places = np.empty(0, np.intp)
 
-    `pools` [n] says which rows are pooled when they come to their last token, and draw none.
+
+class Drawn(NamedTuple):
+    """What the rows of a step got: the first `lengths` [n] of each line of `table` [n, most], both int32.
+
+    Of those that got none, `broken` are the places where logits were not numbers, `pooled` those that were pooled.
+    """
+
+    table: Int32
+    lengths: Int32
+    broken: Places
+    pooled: Places
+
+
+def read(result: StepResult, step: Step, pools: npt.NDArray[np.bool_], vocab_size: int) -> Drawn:
+    """What a step's rows [n] got; `pools` [n] says which are pooled at their last token, and draw none.
 
     Raises:
         BrokenResult: it is not what that step can have given.
     """
     tokens = unpack_ints(result.tokens)
     if not result.counts.nbytes:
+        all_draw = step.all_sample and tokens.size == step.rows.size and not np.count_nonzero(pools)
+        if all_draw and all_below(tokens, vocab_size):  # as in most steps
+            return Drawn(tokens[:, None], step.samples.astype(np.int32), NO_PLACES, NO_PLACES)
         _check(step.rows, step.samples, pools, tokens, vocab_size)
-        return tokens[:, None], np.ones_like(tokens)
-    counts = unpack_ints(result.counts)
-    _check_counts(step, tokens, counts)
-    of = np.repeat(np.arange(counts.size), counts)
-    _check(step.rows[of], step.samples[of], pools[of], tokens, vocab_size)
-    return _as_table(tokens, counts), counts
+        table, counts = tokens[:, None], np.ones_like(tokens)
+    else:
+        counts = unpack_ints(result.counts)
+        _check_counts(step, tokens, counts)
+        of = np.repeat(np.arange(counts.size), counts)
+        _check(step.rows[of], step.samples[of], pools[of], tokens, vocab_size)
+        table = _as_table(tokens, counts)
+    first = table[:, 0]
+    return Drawn(table, counts * (first >= 0), (first == NOT_A_NUMBER).nonzero()[0], (first == POOLED).nonzero()[0])
 
 
 def _check(

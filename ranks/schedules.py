@@ -1,8 +1,10 @@
 """A planned step as the executor is told of it."""
 
+import numpy as np
+
 from bus.messages import EMPTY, ContinueRow, Ints, NewRow, PartialSchedule, ResumeRow
 from bus.wire import pack_ints
-from ranks.batch import Batch
+from ranks.batch import Batch, Rows
 from ranks.logprobs import sampling_for_row
 from ranks.planning import Step
 from ranks.request import Request, Session
@@ -25,15 +27,18 @@ def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> Parti
             resumed.append(_resume_row(request, pack_ints(blocks), cached))
         else:
             new.append(_new_row(request, pack_ints(blocks), cached))
-    mask_rows, masks = _masks(plan, batch)
+    constrained = batch.constrained[plan.rows]
+    mask_rows, masks = EMPTY, EMPTY
+    if np.count_nonzero(constrained):
+        mask_rows, masks = _masks(plan, batch, plan.rows[constrained & plan.samples])
     return PartialSchedule(
         step=plan.number,
         rows=pack_ints(plan.rows),
-        num_tokens=EMPTY if plan.counts.max() == 1 else pack_ints(plan.counts),
+        num_tokens=pack_ints(plan.counts) if np.count_nonzero(plan.counts != 1) else EMPTY,
         num_drafts=pack_ints(plan.num_drafts) if plan.drafts else EMPTY,
         drafts=pack_ints(plan.tried) if plan.drafts and with_drafts else EMPTY,
-        block_rows=pack_ints(plan.block_rows),
-        block_ids=pack_ints(plan.block_ids),
+        block_rows=pack_ints(plan.block_rows) if plan.block_ids else EMPTY,
+        block_ids=pack_ints(plan.block_ids) if plan.block_ids else EMPTY,
         new=new,
         resumed=resumed,
         continued=continued,
@@ -43,11 +48,11 @@ def of_plan(plan: Step, batch: Batch, *, with_drafts: bool, more: bool) -> Parti
     )
 
 
-def _masks(plan: Step, batch: Batch) -> tuple[Ints, Ints]:
-    """The rows that draw by a grammar, one for each token that they draw, and what that may be."""
+def _masks(plan: Step, batch: Batch, rows: Rows) -> tuple[Ints, Ints]:
+    """Those of `rows`, which draw by a grammar, one for each token that they draw, and what that may be."""
     named: list[int] = []
     masks: list[bytes] = []
-    for row in plan.rows[batch.constrained[plan.rows] & plan.samples].tolist():
+    for row in rows.tolist():
         matcher = batch.request(row).matcher
         assert matcher is not None
         own = matcher.masks(plan.drafts.get(row, []))

@@ -51,7 +51,7 @@ class Statistics:
         self._counters.add("scheduler_scheduled_tokens", num_tokens)
 
     def started(self, num_prompt: int, num_cached: int) -> None:
-        """A request has got its first row."""
+        """Requests have got their first rows: so many tokens have their prompts, and of these so many were cached."""
         self._counters.add("scheduler_prompt_tokens", num_prompt)
         self._counters.add("scheduler_cached_prompt_tokens", num_cached)
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.stub_executor import VOCABULARY
 from bus import model_files
 from bus.config import Config, load, to_toml
-from bus.core import Peer, PeerUp, Received, Tick
+from bus.core import Drained, Peer, PeerUp, Received, Tick
 from bus.messages import ExecutorStatus, Generate, GenerateParams, Load, Message
 from bus.wire import Codec, pack_ints
 from frontend.core import FrontendCore
@@ -220,8 +220,9 @@ def add_us(prompt_tokens: int) -> float:
     times = []
     for parts in frames:
         begin = time.perf_counter()
-        for effect in core.handle(Received(client, codec.decode(parts).message)):
-            codec.encode(1, 1, effect.message)
+        for event in (Received(client, codec.decode(parts).message), Drained(0.0)):
+            for effect in core.handle(event):
+                codec.encode(1, 1, effect.message)
         times.append(time.perf_counter() - begin)
     return statistics.fmean(times[100:]) * 1e6
 

@@ -14,7 +14,17 @@ import msgspec
 import numpy as np
 import zmq
 
-from bus.messages import FRONTEND_TO_CLIENT, Error, Finished, Generate, GenerateParams, TokenDeltas, Welcome
+from bus.messages import (
+    FRONTEND_TO_CLIENT,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Error,
+    Finished,
+    Generate,
+    GenerateParams,
+    TokenDeltas,
+    Welcome,
+)
 from bus.wire import pack_ints
 
 BLOCK = 16
@@ -33,7 +43,7 @@ class Connection:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(endpoint)
         hello = {"type": "Hello", "role": "client", "index": number, "incarnation": self._incarnation}
-        self._send(msgspec.msgpack.encode(hello | {"major": 1, "minor": 0}))
+        self._send(msgspec.msgpack.encode(hello | {"major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR}))
         while not isinstance(welcome := self.receive(), Welcome):
             pass
         self._peer = welcome.incarnation
@@ -89,6 +99,13 @@ def main() -> None:
             f"{arguments.first}-{number}", arguments.prompt - number % BLOCK, max_tokens, number % arguments.ranks
         )
 
+    def ended(connection: Connection) -> None:
+        nonlocal open_streams
+        if arguments.again:
+            start(connection, arguments.max_tokens)
+        else:
+            open_streams -= 1
+
     for number in range(arguments.streams):
         share = 1 + number % arguments.max_tokens if arguments.again else arguments.max_tokens
         start(connections[number % len(connections)], share)
@@ -109,11 +126,10 @@ def main() -> None:
                     if not silent:
                         all_begun = time.monotonic()
                         until = all_begun + arguments.seconds
+                for _ in message.finished:
+                    ended(connection)
             elif isinstance(message, Finished):
-                if arguments.again:
-                    start(connection, arguments.max_tokens)
-                else:
-                    open_streams -= 1
+                ended(connection)
             elif isinstance(message, Error):
                 raise SystemExit(f"refused: {message.message}")
     thinned = counts[:: max(1, len(counts) // 2000)]

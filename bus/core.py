@@ -25,9 +25,10 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class PeerUp(NamedTuple):
-    """A peer has said Hello (or Welcome): it may be sent messages from now on."""
+    """A peer has said Hello (or Welcome): it may be sent messages from now on, those of its `minor` version."""
 
     peer: Peer
+    minor: int = 0
 
 
 class PeerDown(NamedTuple):

@@ -239,7 +239,7 @@ class Listener(_Side):
                 events += self.lose(present.peer, "it has begun again")
             link = self._link_to(peer, sender, hello.attempt, now)
             self._by_name[peer.role, peer.index] = self._by_routing_id[sender] = link
-            events.append(PeerUp(peer))
+            events.append(PeerUp(peer, hello.minor))
             log.info("peer up", bus=self.bus.name, peer=str(peer), peer_incarnation=peer.incarnation)
             if hello.schema and hello.schema != SCHEMA:
                 log.info("peer has other message definitions", peer=str(peer), theirs=hello.schema, ours=SCHEMA)
@@ -373,4 +373,4 @@ class Dialer(_Side):
             return []  # the answer to a repeated Hello
         self._link = self._link_to(peer, b"", self._attempt, now)
         log.info("peer up", bus=self.bus.name, peer=str(peer), peer_incarnation=peer.incarnation)
-        return [PeerUp(peer)]
+        return [PeerUp(peer, welcome.minor)]

@@ -13,7 +13,10 @@ from typing import Any, Literal
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+
+MINOR_OF_SEVERAL = 1
+"""Who knows this minor version knows `AddRequests`, and `finished` of `TokenDeltas`; others are not sent them."""
 
 Ints = memoryview
 """Raw little-endian int32, one after the other."""
@@ -567,25 +570,6 @@ class Delta(Message, frozen=True, kw_only=True):
         _check_words(token_ids=self.token_ids)
 
 
-class TokenDeltas(Message, frozen=True, kw_only=True):
-    """New tokens of several requests of one client, all that one step of a rank gave it: for requests without text.
-
-    `request_ids` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one; `indices`
-    [n] of the children of `n`, left out when all are 0. A request with logprobs has a `Delta` instead.
-    """
-
-    request_ids: list[str]
-    tokens: Ints
-    counts: Ints = EMPTY
-    indices: Ints = EMPTY
-
-    def __post_init__(self) -> None:
-        _check_words(tokens=self.tokens)
-        for name, array in (("counts", self.counts), ("indices", self.indices)):
-            if array.nbytes:
-                _check_lengths(len(self.request_ids), **{name: array})
-
-
 class Finished(Message, frozen=True, kw_only=True):
     """Last message of child `index` of a request. `stop_reason` is the stop token or stop string that ended it."""
 
@@ -597,6 +581,29 @@ class Finished(Message, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+
+
+class TokenDeltas(Message, frozen=True, kw_only=True):
+    """New tokens of several requests of one client, of one step of a rank or of several: for requests without text.
+
+    `request_ids` [n]; `tokens` one after the other; `counts` [n] tokens of each, left out when each has one; `indices`
+    [n] of the children of `n`, left out when all are 0. A request with logprobs has a `Delta` instead.
+
+    The requests in `finished` have ended, those with tokens here after them. Clients whose `Hello` says minor version 0
+    have each `Finished` as a message of its own instead, and others may.
+    """
+
+    request_ids: list[str]
+    tokens: Ints
+    counts: Ints = EMPTY
+    indices: Ints = EMPTY
+    finished: list[Finished] = []
+
+    def __post_init__(self) -> None:
+        _check_words(tokens=self.tokens)
+        for name, array in (("counts", self.counts), ("indices", self.indices)):
+            if array.nbytes:
+                _check_lengths(len(self.request_ids), **{name: array})
 
 
 class Embedding(Message, frozen=True, kw_only=True):
@@ -674,6 +681,12 @@ class AddRequest(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_words(prompt_token_ids=self.prompt_token_ids, output_token_ids=self.output_token_ids)
+
+
+class AddRequests(Message, frozen=True, kw_only=True):
+    """Several requests for a rank, as if each came by itself, in this order. Not for ranks of minor version 0."""
+
+    requests: list[AddRequest]
 
 
 class AppendInput(Message, frozen=True, kw_only=True):
@@ -1127,7 +1140,16 @@ FRONTEND_TO_CLIENT = (
     | Reply
 )
 FRONTEND_TO_ENGINE = (
-    Welcome | Heartbeat | Goodbye | Error | AddRequest | AppendInput | StopTurn | AbortRequests | CommandRequest
+    Welcome
+    | Heartbeat
+    | Goodbye
+    | Error
+    | AddRequest
+    | AddRequests
+    | AppendInput
+    | StopTurn
+    | AbortRequests
+    | CommandRequest
 )
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
 EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | Adapters | KvPool | StepResult

@@ -159,7 +159,7 @@ class EventReader:
             case "received":
                 return Received(subject, self._messages[subject.bus].decode(self._body.decode(turn.data)))
             case "up":
-                return PeerUp(subject)
+                return PeerUp(subject, msgspec.msgpack.decode(turn.data, type=int | None) or 0)
         return PeerDown(subject, msgspec.msgpack.decode(turn.data, type=str))
 
 
@@ -170,9 +170,9 @@ def names_of(journal: Journal) -> dict[bytes, bytes]:
         if isinstance(record, Damaged):
             continue
         for effect in record.turn.effects:
-            value = _value(effect)
-            if isinstance(value, dict) and TRUE_NAMES in value:
-                names.update(zip(split_hashes(value[TRUE_NAMES]), split_hashes(value["block_hashes"]), strict=True))
+            for added in _added(_value(effect)):
+                if TRUE_NAMES in added:
+                    names.update(zip(split_hashes(added[TRUE_NAMES]), split_hashes(added["block_hashes"]), strict=True))
     return names
 
 
@@ -209,13 +209,20 @@ def _value(effect: EffectRecord) -> Any:
     return msgspec.msgpack.decode(value) if isinstance(effect.subject, Peer) else value
 
 
+def _added(value: Any) -> list[dict[str, Any]]:
+    """The requests in the value of an effect: in `AddRequests` all of them, in any other message what may be one."""
+    if not isinstance(value, dict):
+        return []
+    return value["requests"] if value.get("type") == "AddRequests" else [value]
+
+
 def _without_names(effect: EffectRecord) -> Any:
     """The value of an effect, names of KV blocks aside: in a redacted journal `KvEvents` has other ones."""
     value = _value(effect)
-    if isinstance(value, dict):
-        value.pop(TRUE_NAMES, None)
-        if value.get("type") == "KvEvents":
-            value |= {key: len(value[key]) for key in ("stored", "removed") if key in value}
+    for added in _added(value):
+        added.pop(TRUE_NAMES, None)
+    if isinstance(value, dict) and value.get("type") == "KvEvents":
+        value |= {key: len(value[key]) for key in ("stored", "removed") if key in value}
     return value
 
 

@@ -281,6 +281,8 @@ class _Conversation:
                 stream.inbox.append(piece)
             elif (session := self.sessions.get(request_id)) is not None:
                 session.tokens(tokens[start:end])
+        for finished in message.finished:
+            self._message(finished)
 
     def _is_of_session(self, message: Message) -> bool:
         return isinstance(message, Append | EndTurn | Generate | Abort) and message.request_id in self.sessions

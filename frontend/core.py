@@ -44,6 +44,7 @@ from bus.sampling import pooled
 from bus.wire import pack_ints, unpack_ints
 from frontend.adapters import Adapters
 from frontend.commands import EXECUTOR, FOR_EXECUTOR, Commands, answer
+from frontend.gathering import Gathering
 from frontend.params import BadRequest, ModelLimits, check_features, check_prompt, sampling_for
 from frontend.requests import Requests
 from frontend.routing import RankView, Router, Unroutable
@@ -91,6 +92,7 @@ class FrontendCore:
         self._sessions = Sessions(self._requests, self._counters, limits, self._draw_seed, config.session_idle_s)
         self._commands = Commands(config.command_deadline_s)
         self._adapters = Adapters()
+        self._gathering = Gathering(config.max_message_bytes)
         self._executor: Peer | None = None
         self._executor_status: ExecutorStatus | None = None
         self._text_requests: dict[tuple[Peer, str], int] = {}  # children that have not finished
@@ -117,20 +119,22 @@ class FrontendCore:
     def handle(self, event: Event) -> list[Effect]:
         """Take the next event; return what is to be done, in order."""
         if isinstance(event, Received):
-            effects = self._receive(event.peer, event.message)
+            effects = self._gathering.take(self._receive(event.peer, event.message))
             if type(event.message) not in _OF_READINESS:
                 return effects
         elif isinstance(event, Posted):
-            effects = self._call(event.value)
-        elif isinstance(event, PeerUp):
-            effects = self._peer_up(event.peer)
-        elif isinstance(event, PeerDown):
-            effects = self._peer_down(event.peer)
+            effects = self._gathering.take(self._call(event.value))
         elif isinstance(event, Drained):
             self._now = event.now
-            return []
+            return self._gathering.release()
+        elif isinstance(event, PeerUp):
+            self._gathering.peer_up(event.peer, event.minor)
+            effects = [*self._gathering.release(), *self._peer_up(event.peer)]
+        elif isinstance(event, PeerDown):
+            self._gathering.peer_down(event.peer)
+            effects = [*self._gathering.release(), *self._peer_down(event.peer)]
         else:
-            effects = self._tick(event)
+            effects = [*self._gathering.release(), *self._tick(event)]
         if self._is_ready() != self._was_ready:
             self._was_ready = not self._was_ready
             effects.append(self._status())

@@ -1,4 +1,4 @@
-"""Steps that give one token to each of their sequences: the step before says most of what is to be done for them.
+"""Steps that give as many tokens to each of their sequences: the step before says most of what is to be done for them.
 
 Where the sequences are the same, all of it; where some have begun or ended, whose tokens are whose is found anew, but
 no sequence is given its token by itself: the tokens are kept step by step, and sorted when somebody asks for them.
@@ -6,28 +6,36 @@ no sequence is given its token by itself: the tokens are kept step by step, and 
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from bus.core import Effect, Peer, Send
-from bus.messages import EMPTY, Ints, Outputs, TokenDeltas
+from bus.core import Effect, Peer
+from bus.messages import EMPTY, Ints, Outputs
 from bus.wire import pack_ints, unpack_ints
+from frontend.gathering import Sequences, StepTokens
 from frontend.ledger import Entry, Ledger
 from frontend.seam import Deliver, Delivery
 
-MOST_STEPS = 64
-"""Steps whose tokens are kept together before they are given to their sequences."""
+MOST_TOKENS = 64
+"""Tokens of a sequence that are kept before they are given to it."""
 
 
 @dataclass(slots=True)
 class _Client:
-    """A client and its sequences: `places` are where they stand in a step, None if all of it is theirs."""
+    """A client's sequences: `places` are where they stand in a step, None if all of it is theirs."""
 
-    peer: Peer
-    request_ids: list[str]
-    indices: Ints
+    sequences: Sequences
     places: npt.NDArray[np.intp] | None
+
+
+class _Step(NamedTuple):
+    """The `handles` [n] of a step, and its `tokens` [n, each]. Equal handles in a row are one object."""
+
+    handles: Ints
+    tokens: Ints
+    each: int
 
 
 class SteadyOutputs:
@@ -46,24 +54,32 @@ class SteadyOutputs:
         """Of these, those that have not ended."""
         self._texts: list[tuple[int, str]] = []
         self._clients: list[_Client] = []
-        self._steps: list[tuple[Ints, Ints]] = []
-        """Handles and tokens of steps. Equal handles in a row are one object."""
+        self._steps: list[_Step] = []
+        self._num_tokens = 0
+        """Of each sequence that is in all of the steps."""
 
     def take(self, outputs: Outputs) -> list[Effect] | None:
         """Take the tokens of a step that `is_plain`: what is to be told of them. None if some are nobody's."""
         if outputs.handles != self._handles and not self._change(outputs.handles):
             return None
         tokens = outputs.tokens
-        self._steps.append((self._handles, tokens))
-        if len(self._steps) == MOST_STEPS:
+        each = tokens.nbytes // self._handles.nbytes
+        self._steps.append(_Step(self._handles, tokens, each))
+        self._num_tokens += each
+        if self._num_tokens >= MOST_TOKENS:
             self.settle()
         effects: list[Effect] = []
         for client in self._clients:
-            mine = tokens if client.places is None else pack_ints(unpack_ints(tokens)[client.places])
-            message = TokenDeltas(request_ids=client.request_ids, tokens=mine, indices=client.indices)
-            effects.append(Send(client.peer, message))
+            mine = tokens
+            if client.places is not None:
+                mine = pack_ints(unpack_ints(tokens).reshape(-1, each)[client.places].reshape(-1))
+            effects.append(StepTokens(client.sequences, mine, each))
         if self._texts:
-            deliveries = [Delivery(name, tokens[begin : begin + 4], None, None, None) for begin, name in self._texts]
+            size = 4 * each
+            deliveries = [
+                Delivery(name, tokens[place * size : place * size + size], None, None, None)
+                for place, name in self._texts
+            ]
             effects.append(Deliver(self._rank, deliveries, outputs.step))
         return effects
 
@@ -75,22 +91,23 @@ class SteadyOutputs:
 
     def pending(self, entry: Entry) -> int:
         """How many tokens are kept for a sequence that is here."""
-        return len(self._steps) - entry.steady_since
+        return self._num_tokens - entry.steady_since
 
     def settle(self) -> None:
         """Give the sequences their tokens."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._num_tokens = self._steps, [], 0
         if not steps:
             return
-        first = steps[0][0]
-        if all(handles is first for handles, _ in steps):
-            table = np.stack([unpack_ints(tokens) for _, tokens in steps], axis=1)
+        first = steps[0].handles
+        if all(step.handles is first for step in steps):
+            columns = [unpack_ints(step.tokens).reshape(-1, step.each) for step in steps]
+            table = np.concatenate(columns, axis=1)
             order, data = unpack_ints(first), table.tobytes()
-            bounds = list(range(0, len(data) + 1, 4 * len(steps)))
+            bounds = list(range(0, len(data) + 1, 4 * table.shape[1]))
         else:
-            joined = unpack_ints(memoryview(b"".join(handles for handles, _ in steps)))
+            joined = np.concatenate([np.repeat(unpack_ints(step.handles), step.each) for step in steps])
             places = np.argsort(joined, kind="stable")
-            data = unpack_ints(memoryview(b"".join(tokens for _, tokens in steps)))[places].tobytes()
+            data = unpack_ints(memoryview(b"".join(step.tokens for step in steps)))[places].tobytes()
             order, begins = np.unique(joined[places], return_index=True)
             bounds = [*(4 * begins).tolist(), len(data)]
         for handle, (begin, end) in zip(order.tolist(), pairwise(bounds), strict=True):
@@ -120,7 +137,7 @@ class SteadyOutputs:
             self.leave()
             new = entries
         for entry in new:
-            entry.steady, entry.steady_since = self, len(self._steps)
+            entry.steady, entry.steady_since = self, self._num_tokens
         self._handles, self._entries, self._num_here = handles, entries, len(entries)
         self._sort()
         return True
@@ -130,26 +147,31 @@ class SteadyOutputs:
         entries = self._entries
         owner = entries[0].owner if entries else None
         if owner is not None and all(entry.owner is owner and entry.wanted for entry in entries):
-            self._texts, self._clients = [], [_client(owner, entries, None)]
+            self._texts, self._clients = [], [self._client(owner, entries, None)]
             return
         wanted = [(place, entry) for place, entry in enumerate(entries) if entry.wanted]
-        self._texts = [(4 * place, entry.request_id) for place, entry in wanted if entry.owner is None]
+        self._texts = [(place, entry.request_id) for place, entry in wanted if entry.owner is None]
         of_client: dict[Peer, list[int]] = {}
         for place, entry in wanted:
             if entry.owner is not None:
                 of_client.setdefault(entry.owner, []).append(place)
         self._clients = [
-            _client(peer, [entries[place] for place in places], np.array(places, np.intp))
+            self._client(peer, [entries[place] for place in places], np.array(places, np.intp))
             for peer, places in of_client.items()
         ]
 
+    def _client(self, peer: Peer, entries: list[Entry], places: npt.NDArray[np.intp] | None) -> _Client:
+        indices = [entry.index for entry in entries]
+        names = [entry.request_id for entry in entries]
+        return _Client(Sequences(peer, self._rank, names, pack_ints(indices) if any(indices) else EMPTY), places)
+
 
 def is_plain(outputs: Outputs) -> bool:
-    """Whether there is one token for each handle, and no more to say of them than that some begin or end."""
-    return not (outputs.counts.nbytes or outputs.logprobs or outputs.turns or outputs.pooled)
-
-
-def _client(peer: Peer, entries: list[Entry], places: npt.NDArray[np.intp] | None) -> _Client:
-    indices = [entry.index for entry in entries]
-    names = [entry.request_id for entry in entries]
-    return _Client(peer, names, pack_ints(indices) if any(indices) else EMPTY, places)
+    """Whether there are as many tokens for each handle, and no more to say of them than that some begin or end."""
+    if outputs.logprobs or outputs.turns or outputs.pooled:
+        return False
+    if not outputs.counts.nbytes:
+        return True
+    counts = unpack_ints(outputs.counts)
+    alike = counts[0] > 0 and bool((counts == counts[0]).all())
+    return alike and counts.nbytes * int(counts[0]) == outputs.tokens.nbytes

@@ -111,6 +111,8 @@ class Latencies:
             indices = unpack_ints(message.indices).tolist() if message.indices.nbytes else [0] * count
             for request_id, index, tokens in zip(message.request_ids, indices, counts, strict=True):
                 self.got(key_of(request_id), index, at, tokens)
+            for finished in message.finished:
+                self.heard(finished, at, key_of)
         elif isinstance(message, Delta):
             self.got(key_of(message.request_id), message.index, at, message.token_ids.nbytes // 4)
         elif isinstance(message, Embedding):

@@ -20,6 +20,7 @@ from bus.messages import (
     Adapters,
     AdaptersHeld,
     AddRequest,
+    AddRequests,
     AppendInput,
     Command,
     CommandRequest,
@@ -110,6 +111,7 @@ class RankCore:
         """Outputs that wait for the next schedule to go first: the executor is idle until it has that."""
         self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
             AddRequest: self._add,
+            AddRequests: self._add_several,
             AppendInput: self._append,
             StopTurn: self._stop_turn,
             AbortRequests: self._abort,
@@ -301,6 +303,10 @@ class RankCore:
         self._loads.changed = True
 
     # Requests
+
+    def _add_several(self, peer: Peer, several: AddRequests) -> None:
+        for request in several.requests:
+            self._add(peer, request)
 
     def _add(self, peer: Peer, request: AddRequest) -> None:
         self._frontends[peer.index].acknowledged = request.sequence

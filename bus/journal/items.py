@@ -91,8 +91,9 @@ class Tracker:
             return frozenset()
         found = set(_ids(fields))
         peer = (item.peer.role, item.peer.index) if item.peer else ()
-        if "handle" in fields and "request_id" in fields:
-            self._of_handle[*peer, fields["handle"]] = fields["request_id"]
+        for added in (fields, *fields["requests"]) if item.type == "AddRequests" else (fields,):
+            if "handle" in added and "request_id" in added:
+                self._of_handle[*peer, added["handle"]] = added["request_id"]
         for handle in _handles(item.type, fields):
             name = self._of_handle.get((*peer, handle))
             if name is not None:

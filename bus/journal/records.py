@@ -95,7 +95,7 @@ def event_parts(event: Event, body: bytes, plain: Plain) -> tuple[EventKind, Any
     if isinstance(event, Tick):
         return "tick", None, event
     if isinstance(event, PeerUp):
-        return "up", event.peer, None
+        return "up", event.peer, event.minor
     assert isinstance(event, PeerDown)
     return "down", event.peer, event.reason
 

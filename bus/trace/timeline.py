@@ -109,6 +109,10 @@ class _Setup(msgspec.Struct):
     request_id: str
 
 
+class _Added(msgspec.Struct):
+    request_id: str
+
+
 class _Frame(msgspec.Struct):
     """Of any message, what is looked at here. Arrays are int32."""
 
@@ -119,6 +123,7 @@ class _Frame(msgspec.Struct):
     handles: bytes = b""
     new: list[_Setup] = []
     resumed: list[_Setup] = []
+    requests: list[_Added] = []
     request_id: str = ""
 
 
@@ -265,6 +270,8 @@ class _Rank(_Reader):
             return "update", f"step {frame.step}"
         if frame.type == "AddRequest":
             self._moment(frame.request_id, Moment(span.begin, "arrived", None))
+        for request in frame.requests:
+            self._moment(request.request_id, Moment(span.begin, "arrived", None))
         return frame.type, f"from {peer}"
 
     def _follow(self, key: StepKey, frame: _Frame, span: Span) -> None:

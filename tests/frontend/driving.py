@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
+
 from bus import messages as m
 from bus.config import Config
-from bus.core import Peer, PeerUp, Received, Send, Tick
+from bus.core import Drained, Peer, PeerUp, Received, Send, Tick
 from bus.wire import pack_ints
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
@@ -17,7 +19,7 @@ SAMPLING = m.Sampling(seed=1, max_tokens=5)
 
 
 class Engine:
-    """A core with two ranks and an executor up, and what it has sent to whom."""
+    """A core with two ranks and an executor up, and what it has sent to whom, one by one."""
 
     def __init__(self, **settings: Any) -> None:
         limits = ModelLimits(vocab_size=100, max_model_len=64, eos_token_ids=(2, 3))
@@ -25,11 +27,12 @@ class Engine:
         self.sent: list[tuple[Peer, Any]] = []
         self.up: list[Any] = []
         self.numbers = [0, 0]
+        self.now = 0.0
         self.tick(0.0)
 
     def start(self) -> "Engine":
         for peer in (*RANKS, EXECUTOR):
-            self.feed(PeerUp(peer))
+            self.feed(PeerUp(peer, m.PROTOCOL_MINOR))
         status = m.ExecutorStatus(model="x", max_model_len=64, num_blocks=8, block_size=16)
         self.feed(Received(EXECUTOR, status))
         for rank in range(2):
@@ -38,12 +41,23 @@ class Engine:
         return self
 
     def feed(self, event: Any) -> list[Any]:
-        effects = self.core.handle(event)
-        self.sent += [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
+        """Let an event come, and nothing after it; what is to be done."""
+        return self.feed_all([event])
+
+    def feed_all(self, events: list[Any]) -> list[Any]:
+        """Let events come in one go; what is to be done."""
+        effects = [effect for event in [*events, Drained(self.now)] for effect in self.core.handle(event)]
+        self.sent += [
+            (effect.peer, message)
+            for effect in effects
+            if isinstance(effect, Send)
+            for message in singly(effect.message)
+        ]
         self.up += [effect for effect in effects if not isinstance(effect, Send)]
         return effects
 
     def tick(self, now: float) -> None:
+        self.now = now
         self.feed(Tick(now, 1000.0 + now, {}))
 
     def load(self, rank: int, **fields: Any) -> None:
@@ -66,6 +80,16 @@ class Engine:
         ((peer, message),) = [(peer, message) for peer, message in self.sent if isinstance(message, m.AddRequest)]
         self.take()
         return peer.index, message
+
+
+def singly(message: Any) -> list[Any]:
+    """What is in a message that has several things, one by one; any other message as it is."""
+    if isinstance(message, m.AddRequests):
+        return message.requests
+    if not isinstance(message, m.TokenDeltas):
+        return [message]
+    tokens = [msgspec.structs.replace(message, finished=[])] if message.request_ids else []
+    return [*tokens, *message.finished]
 
 
 def outputs(handles: list[int], tokens: list[int], **fields: Any) -> m.Outputs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus import messages as m
-from bus.core import Peer, PeerDown, PeerUp, Posted, Received, Send
+from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send
 from bus.wire import pack_ints, unpack_ints
 from frontend.client_session import SessionStream, TurnStream
 from frontend.seam import (
@@ -16,7 +16,7 @@ from frontend.seam import (
     RenderInput,
     SessionOutput,
 )
-from tests.frontend.driving import RANKS, Engine
+from tests.frontend.driving import RANKS, Engine, singly
 
 STOP = 2
 UNWANTED = 99
@@ -148,7 +148,7 @@ class World:
         self.from_http: deque[Any] = deque()
         self.turns: dict[str, BeginTurn] = {}
         for client in self.clients:
-            self.core(PeerUp(client.peer))
+            self.core(PeerUp(client.peer, m.PROTOCOL_MINOR))
 
     # Events
 
@@ -157,9 +157,10 @@ class World:
         for effect in self.engine.core.handle(event):
             if isinstance(effect, Send):
                 if effect.peer == RANKS[0]:
-                    self.to_rank.append(effect.message)
+                    self.to_rank.extend(singly(effect.message))
                 else:
-                    self._tell(effect.peer, effect.message)
+                    for message in singly(effect.message):
+                        self._tell(effect.peer, message)
             elif isinstance(effect, BeginTurn | Deliver | RenderInput):
                 self.to_http.append(effect)
 
@@ -167,6 +168,9 @@ class World:
         if self.from_clients:
             client, message = self.from_clients.popleft()
             self.core(Received(client.peer, message))
+
+    def core_has_read_all(self) -> None:
+        self.core(Drained(0.0))
 
     def rank_takes(self) -> None:
         if self.to_rank:
@@ -216,7 +220,7 @@ class World:
             client.connected = True
             old = client.peer
             client.peer = Peer(old.bus, old.role, old.index, old.incarnation + 1)
-            self.core(PeerUp(client.peer))
+            self.core(PeerUp(client.peer, m.PROTOCOL_MINOR))
             for one in [one for one in client.sessions if not one.stream.over]:
                 self._send(client, one.stream.found(same=True))
 
@@ -228,6 +232,7 @@ class World:
             for one in client.sessions:
                 self._send(client, one.stream.close())
         for _ in range(500):
+            self.core_has_read_all()
             if not (
                 self.from_clients
                 or self.to_rank

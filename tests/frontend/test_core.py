@@ -115,6 +115,7 @@ def test_log_probabilities_of_a_prompt_come_before_its_first_token(engine: Engin
 def test_children_draw_with_seeds_of_their_own_and_end_on_their_own(engine: Engine) -> None:
     engine.ask(params=m.GenerateParams(n=3, seed=11))
     adds = [(peer, message) for peer, message in engine.sent if isinstance(message, m.AddRequest)]
+    adds.sort(key=lambda sent: sent[1].request_id)
     assert [add.sampling.seed for _, add in adds] == [11, 12, 13]
     assert {peer.index for peer, _ in adds} == {0, 1}
     engine.take()

@@ -13,7 +13,7 @@ from bus import messages as m
 from bus.config import Config
 from bus.core import Drained, Peer, PeerDown, PeerUp, Posted, Received, Send, Tick
 from bus.journal.blocks import frame
-from bus.journal.items import items, step_of
+from bus.journal.items import Tracker, items, step_of
 from bus.journal.reader import Journal, Record
 from bus.journal.records import ENCODER
 from bus.journal.writer import Files
@@ -26,6 +26,7 @@ from frontend.core import FrontendCore
 from frontend.params import ModelLimits
 from frontend.replay import Construction, build
 from frontend.seam import AbortCall, AddCall, CommandCall, TextOutput
+from tests.frontend.driving import singly
 from tests.journals import INCARNATION, PLENTY, Recording, Twins, model, turn
 
 CLIENTS = [Peer("client", "client", index, 70 + index) for index in range(3)]
@@ -55,7 +56,7 @@ class Traffic:
     def run(self, events: int) -> None:
         self._feed(Tick(0.0, 1e9, {}))
         for peer in (*RANKS, EXECUTOR, *CLIENTS):
-            self._feed(PeerUp(peer))
+            self._feed(PeerUp(peer, peer.index % 2))
         status = m.ExecutorStatus(model="x", max_model_len=256, num_blocks=99, block_size=16)
         self._feed(Received(EXECUTOR, status))
         for rank in range(len(RANKS)):
@@ -75,7 +76,8 @@ class Traffic:
         for _ in range(events):
             self._now += self._random.random() / 50
             self._random.choice(kinds)(self._random.randrange(len(RANKS)))
-            self._feed(Drained(self._now))
+            if self._random.random() < 0.7:
+                self._feed(Drained(self._now))
             if self._random.random() < 0.1:
                 self._feed(Tick(self._now, 1e9 + self._now, {"bus_sent_frames/client": float(self._count)}))
             if self._random.random() < 0.01:
@@ -85,12 +87,13 @@ class Traffic:
         for effect in self._core.handle(event):
             if not isinstance(effect, Send):
                 continue
-            rank, message = effect.peer.index, effect.message
-            if isinstance(message, m.AddRequest):
-                self._sequences[rank] = message.sequence
-                self._running[rank][message.handle] = message.sampling.max_tokens
-            elif isinstance(message, m.CommandRequest):
-                self._asked.append((effect.peer, message.command_id))
+            rank = effect.peer.index
+            for message in singly(effect.message):
+                if isinstance(message, m.AddRequest):
+                    self._sequences[rank] = message.sequence
+                    self._running[rank][message.handle] = message.sampling.max_tokens
+                elif isinstance(message, m.CommandRequest):
+                    self._asked.append((effect.peer, message.command_id))
 
     def _name(self) -> str:
         self._count += 1
@@ -201,37 +204,40 @@ def test_a_fault_is_found_where_it_first_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = record(tmp_path, 1, 400)
-    name, place = first_child(journal)
+    name, place, effect = first_child(journal)
     monkeypatch.setattr(FrontendCore, "_child_seed", staticmethod(lambda seed, index: seed + (index > 1)))
     assert main(["frontend", str(tmp_path)]) == 1
     told = capsys.readouterr().out
-    assert f"record {place}, effect 2:" in told
-    assert f"{name}/1" in told
-    assert "  sampling.seed: " in told
+    assert f"record {place}, effect {effect}:" in told
+    assert name in told
+    assert "sampling.seed: " in told
     outcome = replay(journal, journal.header())
     assert outcome.at is not None
     assert outcome.at.number == place
 
 
-def first_child(journal: Journal) -> tuple[str, int]:
-    """The first request with several children, and the record it came in."""
+def first_child(journal: Journal) -> tuple[str, int, int]:
+    """The first request with several children; where one but the first is sent: record, and effect there, from 1."""
     for record in journal.records():
         assert isinstance(record, Record)
-        for item in items(record.turn):
-            if item.type == "AddRequest" and item.fields["request_id"].endswith("/1"):
-                return item.fields["request_id"].removesuffix("/1"), record.number
+        for place, item in enumerate(items(record.turn)):
+            if item.type in ("AddRequest", "AddRequests"):
+                for added in item.fields.get("requests", [item.fields]):
+                    name, _, child = added["request_id"].partition("/")
+                    if child and child != "0":
+                        return name, record.number, place
     raise AssertionError("there is none")
 
 
 def test_stops_with_the_live_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = record(tmp_path, 1, 400)
-    name, place = first_child(journal)
+    name, _, _ = first_child(journal)
     seen: list[tuple[FrontendCore, Record]] = []
     monkeypatch.setattr("sys.breakpointhook", lambda: seen.append(live(inspect.currentframe())))
     assert main(["frontend", journal.name, "--break", f"request={name}"]) == 0
     core, first = seen[0]
     assert isinstance(core, FrontendCore)
-    assert first.number == place
+    assert name in {request_id for item in items(first.turn) for request_id in Tracker().requests(item)}
     assert len(seen) > 3  # its outputs too
     seen.clear()
     assert main(["frontend", journal.name, "--until", "step=100"]) == 0

@@ -36,7 +36,7 @@ def stop(one: Mine, kept: int) -> list[m.Message]:
 
 
 EVENTS = ["open", "append", "append", "bad", "bad text", "refused", "stop", "close", "abort", "lose", "back"]
-TIME = ["core hears", "rank takes", "rank steps", "core takes", "http takes", "http answers"]
+TIME = ["core hears", "rank takes", "rank steps", "core takes", "all read", "http takes", "http answers"]
 EVENT = st.tuples(st.sampled_from(EVENTS + TIME * 3), st.integers(0, 1), st.integers(0, 5), st.booleans(), INPUT)
 
 
@@ -82,6 +82,8 @@ def happen(world: World, kind: str, client: Client, choice: int, flag: bool, tok
             world.rank_steps(choice)
         case "core takes":
             world.core_takes()
+        case "all read":
+            world.core_has_read_all()
         case "http takes":
             world.http_takes()
         case "http answers":

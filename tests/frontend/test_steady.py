@@ -1,4 +1,7 @@
-"""Steps that are alike take a short way, on which clients and the HTTP side hear what they hear on the long one."""
+"""Steps that are alike take a short way, on which clients and the HTTP side hear what they hear on the long one.
+
+On the short way what clients are told is gathered, too: then they hear the same of each sequence, in fewer messages.
+"""
 
 import random
 from typing import Any
@@ -8,14 +11,25 @@ import pytest
 
 from bus.core import Peer, Send
 from bus.counters import Counters
-from bus.messages import Load, Outputs, RequestEnded, RequestStarted, Sampling
+from bus.messages import (
+    PROTOCOL_MINOR,
+    Finished,
+    Load,
+    Outputs,
+    RequestEnded,
+    RequestStarted,
+    Sampling,
+    TokenDeltas,
+)
 from bus.wire import pack_ints, unpack_ints
+from frontend.gathering import Gathering
 from frontend.requests import Requests
 from frontend.routing import RankView, Router
 from frontend.seam import Deliver
-from frontend.steady import MOST_STEPS
+from frontend.steady import MOST_TOKENS
+from tests.frontend.driving import singly
 
-CLIENTS = [Peer("client", "client", number, 1) for number in range(2)]
+CLIENTS = [Peer("client", "client", number, 1) for number in range(3)]
 RANKS = [Peer("command", "rank", number, 1) for number in range(2)]
 SAMPLING = Sampling(seed=0, max_tokens=1000)
 
@@ -38,14 +52,22 @@ class LongWay(Requests):
 
 
 class Side:
-    """The requests of a frontend with two ranks, and all it has said to each client, and to the HTTP side by rank."""
+    """The requests of a frontend with two ranks, and all it has said.
+
+    `said` has what each sequence of a client was told, its tokens one by one and its end, and what the HTTP side was
+    told by rank.
+    """
 
     def __init__(self, kind: type[Requests]) -> None:
         router = Router("least_loaded", 0, 16, 8)
         self.counters = Counters()
         self.requests = kind(router, 16, self.counters)
-        self.said: dict[Peer | int, list[Any]] = {}
+        self.gathering = Gathering(1 << 20)
+        self.said: dict[Any, list[Any]] = {}
+        self.messages = 0
         self.alike = self.short = 0
+        for client in CLIENTS:
+            self.gathering.peer_up(client, min(client.index, PROTOCOL_MINOR))
         for rank in RANKS:
             router.ranks[rank.index] = RankView()
             load = Load(number=1, acknowledged=0, running=0, waiting=0, pending_prefill_tokens=0, num_blocks=9)
@@ -58,18 +80,42 @@ class Side:
 
     def outputs(self, rank: int, outputs: Outputs) -> None:
         before = self.requests._steady[rank]._handles
-        self.hear(self.requests.outputs(rank, outputs, NO_TURNS))
+        self.do(self.requests.outputs(rank, outputs, NO_TURNS))
         after = self.requests._steady[rank]._handles
         self.alike += bool(after.nbytes) and after == before
         self.short += bool(after.nbytes) and after != before
 
+    def do(self, effects: list[Any]) -> None:
+        self.hear(self.gathering.take(effects))
+
+    def all_read(self) -> None:
+        self.hear(self.gathering.release())
+
     def hear(self, effects: list[Any]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                self.said.setdefault(effect.peer, []).append(msgspec.to_builtins(effect.message))
+                self.messages += 1
+                for message in singly(effect.message):
+                    self.told(effect.peer, message)
             elif isinstance(effect, Deliver):
                 said = (effect.step, msgspec.to_builtins(effect.outputs))
                 self.said.setdefault(effect.rank, []).append(said)
+
+    def told(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, Finished):
+            self.said.setdefault((peer, message.request_id, message.index), []).append(msgspec.to_builtins(message))
+        if not isinstance(message, TokenDeltas):
+            return
+        size = len(message.request_ids)
+        counts = unpack_ints(message.counts).tolist() if message.counts.nbytes else [1] * size
+        indices = unpack_ints(message.indices).tolist() if message.indices.nbytes else [0] * size
+        tokens = unpack_ints(message.tokens).tolist()
+        assert len(set(zip(message.request_ids, indices, strict=True))) == size
+        for name, index, count in zip(message.request_ids, indices, counts, strict=True):
+            said = self.said.setdefault((peer, name, index), [])
+            said += tokens[:count]
+            del tokens[:count]
+        assert not tokens
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -82,8 +128,9 @@ def test_the_short_way_says_what_the_long_one_says(seed: int) -> None:
         added = short.add(owner, f"r{number}", rank)
         assert added == long.add(owner, f"r{number}", rank)
         handles[rank] += added
+    behind = draw.choice([0.0, 0.5, 0.9])
     for step in range(60):
-        for rank in (0, 1):
+        for rank in draw.choices((0, 1), k=2):
             outputs = step_of(draw, handles[rank], step)
             for side in (short, long):
                 side.outputs(rank, outputs)
@@ -93,18 +140,25 @@ def test_the_short_way_says_what_the_long_one_says(seed: int) -> None:
             for side in (short, long):
                 entry = side.requests.ledger.get(chosen)
                 assert entry is not None
-                side.hear(side.requests.abort([entry], wanted=bool(chosen % 2)))
-        check(short, long)
+                side.do(side.requests.abort([entry], wanted=bool(chosen % 2)))
+        long.all_read()
+        if draw.random() >= behind:
+            short.all_read()
+            check(short, long)
     for side in (short, long):
-        side.hear(side.requests.rank_down(RANKS[0], NO_TURNS))
+        side.all_read()
+        side.do(side.requests.rank_down(RANKS[0], NO_TURNS))
+        side.all_read()
     check(short, long)
     assert short.alike > 30
     assert short.short > 5
     assert not long.alike + long.short
+    if behind == 0.9:
+        assert short.messages < long.messages
 
 
 def step_of(draw: random.Random, handles: list[int], step: int) -> Outputs:
-    """Most steps are as the one before; now and then one has a beginning, an end, several tokens, or another order."""
+    """Most steps are as the one before; now and then one has a beginning, an end, other counts, or another order."""
     what = draw.random() if handles else 1.0
     counts = [1] * len(handles)
     ended, started = [], []
@@ -116,6 +170,8 @@ def step_of(draw: random.Random, handles: list[int], step: int) -> Outputs:
         counts = [draw.randrange(3) for _ in handles]
     elif what < 0.2:
         draw.shuffle(handles)
+    elif what < 0.4:
+        counts = [draw.randrange(2, 5)] * len(handles)
     return Outputs(
         step=step,
         handles=pack_ints(handles),
@@ -138,9 +194,24 @@ def check(short: Side, long: Side) -> None:
 def test_tokens_are_given_to_their_sequences_in_time() -> None:
     side = Side(Requests)
     first, second = side.add(CLIENTS[0], "a", 0)
-    for step in range(3 * MOST_STEPS):
+    for step in range(3 * MOST_TOKENS):
         side.outputs(0, Outputs(step=step, handles=pack_ints([first, second]), tokens=pack_ints([step, -step])))
     entries = [side.requests.ledger.get(handle) for handle in (first, second)]
     assert [unpack_ints(memoryview(entry.output)).tolist() for entry in entries if entry] == [
-        [sign * step for step in range(3 * MOST_STEPS)] for sign in (1, -1)
+        [sign * step for step in range(3 * MOST_TOKENS)] for sign in (1, -1)
     ]
+
+
+def test_steps_of_several_tokens_are_as_steady_as_those_of_one() -> None:
+    """Whose counts are not those of its tokens is not."""
+    side = Side(Requests)
+    handles = pack_ints(side.add(CLIENTS[0], "a", 0) + side.add(CLIENTS[1], "b", 0))
+    side.outputs(0, Outputs(step=1, handles=handles, tokens=pack_ints(range(4))))
+    for step in range(2, 5):
+        side.outputs(0, Outputs(step=step, handles=handles, counts=pack_ints([2] * 4), tokens=pack_ints(range(8))))
+    assert side.alike == 3
+    side.outputs(0, Outputs(step=5, handles=handles, counts=pack_ints([2] * 4), tokens=pack_ints(range(9))))
+    assert side.counters.snapshot()["invalid_outputs"] == 1
+    side.all_read()
+    assert side.messages == 2
+    assert side.said[CLIENTS[1], "b", 0] == [2, 4, 5, 4, 5, 4, 5]

@@ -62,8 +62,9 @@ def recorded(folder: Path) -> Path:
         (CLIENT, both),
         ("Deliver", Deliver(1, [Delivery("cmpl-1", PROMPT)])),
     )
-    ends = [(CLIENT, Finished(request_id="a", index=index, reason="length")) for index in (0, 1)]
-    run.turn(FRONTEND, 140, 141, ("drained", None, 0.0), *ends)
+    first, last = (Finished(request_id="a", index=index, reason="length") for index in (0, 1))
+    with_end = TokenDeltas(request_ids=[], tokens=pack_ints([]), finished=[last])
+    run.turn(FRONTEND, 140, 141, ("drained", None, 0.0), (CLIENT, first), (CLIENT, with_end))
     run.turn(FRONTEND, 150, 151, ("posted", "AbortCall", AbortCall(request_ids=["cmpl-1", "unknown"])))
     ended = Delivery("cmpl-1", memoryview(b""), None, None, RequestEnded(handle=1, reason="abort"))
     run.turn(FRONTEND, 154, 155, ("drained", None, 0.0), ("Deliver", Deliver(1, [ended])))

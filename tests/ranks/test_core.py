@@ -13,6 +13,7 @@ from bus.messages import (
     Adapters,
     AdaptersHeld,
     AddRequest,
+    AddRequests,
     AppendInput,
     Command,
     CommandRequest,
@@ -333,6 +334,15 @@ def test_refused_requests_end_at_once(rank: Rank) -> None:
     (refused,) = messages(rank.give(Received(frontend(0), request(7, []))), Outputs)
     assert refused.ended == [RequestEnded(handle=7, reason="error", code="invalid", message="the prompt is empty")]
     assert rank.counters.snapshot()["rank_refused_requests/invalid"] == 1
+
+
+def test_several_requests_in_a_message_are_taken_one_by_one(rank: Rank) -> None:
+    asked = [request(7, [1, 2, 3]), request(7, [1, 2, 3]), request(8, []), request(9, [1])]
+    sent = rank.give(Received(frontend(0), AddRequests(requests=asked)))
+    assert [m.code for m in messages(sent, Error)] == ["handle_in_use"]
+    assert [ended.handle for m in messages(sent, Outputs) for ended in m.ended] == [8]
+    assert list(rank.scheduler.requests) == [(0, 7), (0, 9)]
+    assert rank.loads[0].message.acknowledged == asked[-1].sequence
 
 
 def test_a_handle_in_use_does_not_touch_the_request_that_has_it(rank: Rank) -> None:

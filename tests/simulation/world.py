@@ -15,7 +15,7 @@ import numpy as np
 from bus.config import Config
 from bus.core import Core, Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
-from bus.messages import KvPool, Message, RequestEnded, Role, Sampling
+from bus.messages import PROTOCOL_MINOR, KvPool, Message, RequestEnded, Role, Sampling
 from bus.wire import pack_ints, unpack_ints
 from executor.core import ExecutorCore, RunStep, StepDone
 from executor.drafts import judge
@@ -193,8 +193,8 @@ class World:
             there = other if name == one else one
             if name in (one, other) and there in self._processes:
                 peer = self._processes[there]
-                self._feed(process, PeerUp(Peer(bus, *there, peer.incarnation)))
-                self._feed(peer, PeerUp(Peer(bus, *name, process.incarnation)))
+                self._feed(process, PeerUp(Peer(bus, *there, peer.incarnation), PROTOCOL_MINOR))
+                self._feed(peer, PeerUp(Peer(bus, *name, process.incarnation), PROTOCOL_MINOR))
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
         """Start a request at the frontend."""

@@ -51,7 +51,7 @@ def record(folder: Path, last_tokens: tuple[int, ...] = (7, 8), extra: int = 0) 
     for peer in (EXECUTOR, FRONTEND):
         recording.handle(PeerUp(peer))
     recording.handle(Received(FRONTEND, add("a", 3)))
-    recording.handle(Received(FRONTEND, add("b", 4)))
+    recording.handle(Received(FRONTEND, m.AddRequests(requests=[add("b", 4)])))
     recording.handle(Tick(1.0, 2.0, {"bus_sent_frames/step": 3.0}))
     core.effects = [
         Send(EXECUTOR, m.PartialSchedule(step=1, rows=pack_ints([0, 1]), new=[row(0, "a"), row(1, "b")])),
@@ -113,7 +113,7 @@ def test_shows_frames_field_by_field(show: Any) -> None:
     (outputs,) = result["effects"]
     assert outputs["type"] == "Outputs"
     assert outputs["peer"] == "command:frontend/0"
-    (added, _) = show("--type", "AddRequest")
+    (added,) = show("--type", "AddRequest")
     assert added["event"]["fields"]["block_hashes"] == ["0" * 32]
     assert [one["fields"] for one in show("--type", "WakeAt")[0]["effects"]][1] == 2.5
     assert show("--type", "Stop")[0]["effects"][0]["fields"] == "enough"

@@ -93,7 +93,12 @@ def test_nothing_is_left_of_tokens_and_texts(tmp_path: Path, monkeypatch: pytest
     class Core:
         def handle(self, event: Any) -> list[Any]:
             finished = m.Finished(request_id="r", reason="stop", stop_reason=text)
-            return [Send(rank, add), finished, m.Error(code="invalid", message=m.GRAMMAR_FAULT + text)]
+            return [
+                Send(rank, add),
+                Send(rank, m.AddRequests(requests=[add])),
+                finished,
+                m.Error(code="invalid", message=m.GRAMMAR_FAULT + text),
+            ]
 
     recording = Recording(tmp_path, me, Core(), Nothing(), config, model=model(VOCAB))
     params = m.GenerateParams(stop=[text], bad_words=[text])

@@ -7,7 +7,7 @@ import pytest
 
 from bus.core import Peer
 from bus.journal.reader import find
-from bus.messages import AddRequest, NewRow, Outputs, PartialSchedule, ResumeRow, Sampling, StepResult
+from bus.messages import AddRequest, AddRequests, NewRow, Outputs, PartialSchedule, ResumeRow, Sampling, StepResult
 from bus.trace.command import main
 from bus.trace.coverage import Pieces, coverage
 from bus.trace.timeline import Process, StepKey, read
@@ -49,7 +49,7 @@ def two_steps(run: Run) -> None:
     """Two steps of rank 0. The first waits for rank 1, which does not come; the second for the first."""
     handles = pack_ints([7])
     add = AddRequest(handle=7, sequence=1, request_id="r-1", prompt_token_ids=pack_ints([1, 2]), sampling=ONE)
-    run.turn(("rank", 0), 0, 1, received(FRONTEND, add))
+    run.turn(("rank", 0), 0, 1, received(FRONTEND, AddRequests(requests=[add])))
     new = NewRow(row=3, request_id="r-1", prompt_token_ids=pack_ints([1, 2]), block_ids=pack_ints([0]), sampling=ONE)
     first = PartialSchedule(step=5, rows=pack_ints([3]), num_tokens=pack_ints([2]), new=[new])
     second = PartialSchedule(step=6, rows=pack_ints([3]))

@@ -73,7 +73,7 @@ class Shell:
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, self._cpu)
             if affinity.may_batch(config):
                 self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-        self._sides: list[tuple[zmq.Socket[bytes], Listener | Dialer]] = []
+        self._sides: dict[zmq.Socket[bytes], Listener | Dialer] = {}
         self._of_bus: dict[str, list[tuple[zmq.Socket[bytes], Listener | Dialer]]] = {}
         self._events: deque[tuple[Event, bytes]] = deque()
         self._posted: deque[Any] = deque()
@@ -179,7 +179,7 @@ class Shell:
         parts = _receive(socket)
         if parts is None:
             return
-        side = next(side for own, side in self._sides if own is socket)
+        side = self._sides[socket]
         events = side.receive(parts, time.monotonic())
         if side.outbox:
             self._flush(socket, side)
@@ -187,7 +187,7 @@ class Shell:
             self._feed(event, parts[-1])
 
     def _tick(self, now: float) -> None:
-        for socket, side in self._sides:
+        for socket, side in self._sides.items():
             events = side.tick(now)
             self._flush(socket, side)
             for event in events:
@@ -274,13 +274,13 @@ class Shell:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._sources.append((socket, zmq.POLLIN))
-        self._sides.append((socket, side))
+        self._sides[socket] = side
         self._of_bus.setdefault(side.bus.name, []).append((socket, side))
         return socket
 
     def _close(self) -> None:
         goodbye = Goodbye(reason=self._stop_reason or "it failed")
-        for socket, side in self._sides:
+        for socket, side in self._sides.items():
             for peer in side.peers():
                 parts = side.encode(peer, goodbye, time.monotonic())
                 if parts is not None:

@@ -117,7 +117,7 @@ def pack_ints(values: Iterable[int] | npt.NDArray[Any]) -> Ints:
     return np.ascontiguousarray(values if isinstance(values, _AS_ARRAY) else list(values), _INT32).data.cast("B")
 
 
-def unpack_ints(view: Ints) -> npt.NDArray[np.int32]:
+def unpack_ints(view: Ints | bytes) -> npt.NDArray[np.int32]:
     """The integers in a message, as a read-only array that shares its memory. Shape [n], int32."""
     return np.frombuffer(view, dtype=_INT32)
 

@@ -53,8 +53,8 @@ class Gathering:
         """Of each peer that is up, the minor version of the protocol that it knows."""
         self._num = self._bytes = 0
         self._requests: dict[Peer, list[AddRequest]] = {}
-        self._steps: dict[Peer, dict[int, list[StepTokens]]] = {}
-        """Of each client and rank; all of them of the same sequences."""
+        self._steps: dict[tuple[int, Peer], list[StepTokens]] = {}
+        """Of each rank and client; all of them of the same sequences."""
         self._ends: dict[Peer, list[Finished]] = {}
 
     def peer_up(self, peer: Peer, minor: int) -> None:
@@ -64,18 +64,24 @@ class Gathering:
     def peer_down(self, peer: Peer) -> None:
         """A peer is gone, and with it what waits for it."""
         self._minors.pop(peer, None)
-        for waiting in (self._requests, self._steps, self._ends):
-            waiting.pop(peer, None)
+        self._requests.pop(peer, None)
+        self._ends.pop(peer, None)
+        self._steps = {key: steps for key, steps in self._steps.items() if key[1] != peer}
 
     def take(self, effects: list[Effect]) -> list[Effect]:
         """Take what is to be done; return what is to be done now."""
         now: list[Effect] = []
         for effect in effects:
             if isinstance(effect, StepTokens):
-                if self._is_of_others(effect.sequences):
+                key = effect.sequences.rank, effect.sequences.peer
+                waiting = self._steps.get(key)
+                if waiting is not None and waiting[0].sequences is not effect.sequences:
                     now += self.release()
-                of_client = self._steps.setdefault(effect.sequences.peer, {})
-                of_client.setdefault(effect.sequences.rank, []).append(effect)
+                    waiting = None
+                if waiting is None:
+                    self._steps[key] = [effect]
+                else:
+                    waiting.append(effect)
                 self._num += 1
             elif not isinstance(effect, Send):
                 now.append(effect)
@@ -101,25 +107,22 @@ class Gathering:
         for rank, requests in self._requests.items():
             together = len(requests) > 1 and self._knows_several(rank)
             effects += [Send(rank, message) for message in ([AddRequests(requests=requests)] if together else requests)]
-        for client in dict.fromkeys((*self._steps, *self._ends)):
-            steps = list(self._steps.get(client, {}).values())
-            ends = self._ends.get(client, [])
-            together = len(ends) + bool(steps) > 1 and self._knows_several(client)
-            if steps or together:
-                effects.append(Send(client, _deltas(steps, ends if together else [])))
-            if not together:
-                effects += [Send(client, end) for end in ends]
-        self._requests, self._steps, self._ends = {}, {}, {}
-        self._num = self._bytes = 0
+        steps: dict[Peer, list[list[StepTokens]]] = {}
+        for (_, client), of_rank in self._steps.items():
+            steps.setdefault(client, []).append(of_rank)
+        for client, of_ranks in steps.items():
+            ends = self._ends.pop(client, []) if self._ends and self._knows_several(client) else []
+            effects.append(Send(client, _deltas(of_ranks, ends)))
+        for client, ends in self._ends.items():
+            together = len(ends) > 1 and self._knows_several(client)
+            effects += [Send(client, message) for message in ([_deltas([], ends)] if together else ends)]
+        if effects:
+            self._requests, self._steps, self._ends = {}, {}, {}
+            self._num = self._bytes = 0
         return effects
 
     def _knows_several(self, peer: Peer) -> bool:
         return self._minors.get(peer, 0) >= MINOR_OF_SEVERAL
-
-    def _is_of_others(self, sequences: Sequences) -> bool:
-        """Whether tokens wait that the same rank gave to other sequences of this client, or to others as well."""
-        waiting = self._steps.get(sequences.peer, {}).get(sequences.rank)
-        return waiting is not None and waiting[0].sequences is not sequences
 
 
 def _deltas(of_ranks: list[list[StepTokens]], ends: list[Finished]) -> TokenDeltas:

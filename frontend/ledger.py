@@ -101,7 +101,7 @@ class Ledger:
         """The sequence with this handle, if it is unfinished."""
         return self._entries.get(handle)
 
-    def find(self, handles: Ints) -> list[Entry | None]:
+    def find(self, handles: Ints | bytes) -> list[Entry | None]:
         """The sequences with these handles, None for each that is not unfinished."""
         return list(map(self._entries.get, unpack_ints(handles).tolist()))
 

@@ -18,7 +18,7 @@ from frontend.gathering import Sequences, StepTokens
 from frontend.ledger import Entry, Ledger
 from frontend.seam import Deliver, Delivery
 
-MOST_TOKENS = 64
+MOST_TOKENS = 256
 """Tokens of a sequence that are kept before they are given to it."""
 
 
@@ -33,7 +33,7 @@ class _Client:
 class _Step(NamedTuple):
     """The `handles` [n] of a step, and its `tokens` [n, each]. Equal handles in a row are one object."""
 
-    handles: Ints
+    handles: bytes
     tokens: Ints
     each: int
 
@@ -48,7 +48,7 @@ class SteadyOutputs:
     def __init__(self, rank: int, ledger: Ledger) -> None:
         self._rank = rank
         self._ledger = ledger
-        self._handles: Ints = EMPTY
+        self._handles = b""  # bytes, since views are compared element by element
         self._entries: list[Entry] = []
         self._num_here = 0
         """Of these, those that have not ended."""
@@ -60,10 +60,11 @@ class SteadyOutputs:
 
     def take(self, outputs: Outputs) -> list[Effect] | None:
         """Take the tokens of a step that `is_plain`: what is to be told of them. None if some are nobody's."""
-        if outputs.handles != self._handles and not self._change(outputs.handles):
+        handles = bytes(outputs.handles)
+        if handles != self._handles and not self._change(handles):
             return None
         tokens = outputs.tokens
-        each = tokens.nbytes // self._handles.nbytes
+        each = tokens.nbytes // len(handles)
         self._steps.append(_Step(self._handles, tokens, each))
         self._num_tokens += each
         if self._num_tokens >= MOST_TOKENS:
@@ -87,7 +88,7 @@ class SteadyOutputs:
         """A sequence that is here has ended, and what it was given no longer matters."""
         entry.steady = None
         self._num_here -= 1
-        self._handles = EMPTY
+        self._handles = b""
 
     def pending(self, entry: Entry) -> int:
         """How many tokens are kept for a sequence that is here."""
@@ -123,10 +124,10 @@ class SteadyOutputs:
         for entry in self._entries:
             if entry.steady is self:
                 entry.steady = None
-        self._entries, self._clients, self._texts, self._handles = [], [], [], EMPTY
+        self._entries, self._clients, self._texts, self._handles = [], [], [], b""
         self._num_here = 0
 
-    def _change(self, handles: Ints) -> bool:
+    def _change(self, handles: bytes) -> bool:
         """Have the sequences with these handles here; false if there are others among them."""
         found = self._ledger.find(handles)
         entries = [entry for entry in found if entry is not None and entry.rank == self._rank]

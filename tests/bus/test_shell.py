@@ -176,7 +176,7 @@ def test_a_restarted_dialer_replaces_its_earlier_start(start: Any) -> None:
 def test_the_link_survives_a_loss_that_only_one_side_saw(start: Any) -> None:
     executor, rank = start("executor", 1), start("rank", 5)
     peer = rank.core.wait(up)
-    for _, side in rank.shell._sides:
+    for side in rank.shell._sides.values():
         side.lose(peer, "the test says so")
     executor.core.wait(lambda events: len([event for event in events if isinstance(event, PeerUp)]) == 2)
     assert executor.core.wait(lambda events: [type(event) for event in events] == [PeerUp, PeerDown, PeerUp])

@@ -82,8 +82,8 @@ class Side:
         before = self.requests._steady[rank]._handles
         self.do(self.requests.outputs(rank, outputs, NO_TURNS))
         after = self.requests._steady[rank]._handles
-        self.alike += bool(after.nbytes) and after == before
-        self.short += bool(after.nbytes) and after != before
+        self.alike += bool(after) and after == before
+        self.short += bool(after) and after != before
 
     def do(self, effects: list[Any]) -> None:
         self.hear(self.gathering.take(effects))

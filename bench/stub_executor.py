@@ -18,8 +18,8 @@ from bus.config import Config
 from bus.journal import recorder as journal
 from bus.links import Identity
 from bus.shell import Shell
+from executor.checks import Limits
 from executor.kv_layout import KvLayout
-from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.placement import Placement
 from executor.programs import bucket, sizes_up_to

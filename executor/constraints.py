@@ -36,20 +36,23 @@ class Constraints:
     @classmethod
     def of(cls, sampling: Sampling, prompt_len: int, vocabulary: int) -> "Constraints | None":
         """None for a row that asks for nothing of the kind."""
+        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+        penalizes = penalties != (0, 0, 1)
+        bans, allowed = sampling.bad_words_token_ids, sampling.allowed_token_ids
+        if not (penalizes or sampling.min_tokens or sampling.logit_bias or bans or allowed is not None):
+            return None
         bias = sampling.logit_bias or {}
         eos = [] if sampling.eos_token_id is None else [sampling.eos_token_id]
-        made = cls(
+        return cls(
             prompt_len=prompt_len,
             min_tokens=sampling.min_tokens,
-            allowed=None if sampling.allowed_token_ids is None else _words(sampling.allowed_token_ids, vocabulary),
+            allowed=None if allowed is None else _words(allowed, vocabulary),
             bias_tokens=np.array(list(bias), np.int32),
             biases=np.array(list(bias.values()), np.float32),
             stops=np.array(sorted({*eos, *sampling.stop_token_ids}), np.int32),
-            bans=tuple(np.array(word, np.int32) for word in sampling.bad_words_token_ids or ()),
-            penalizes=(sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1),
+            bans=tuple(np.array(word, np.int32) for word in bans or ()),
+            penalizes=penalizes,
         )
-        asks = made.allowed is not None or made.biases.size or made.bans or made.penalizes or made.min_tokens
-        return made if asks else None
 
 
 UNCONSTRAINED = Constraints(

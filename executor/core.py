@@ -33,11 +33,12 @@ from bus.messages import (
     UnloadAdapter,
 )
 from executor.adapters import Adapters
+from executor.checks import Limits, Refused
 from executor.group import Group
-from executor.merge import Limits, Merger, Part, Refused
+from executor.merge import Merger
 from executor.rows import Rows
 from executor.split import split
-from executor.step import MergedStep, SampledStep
+from executor.step import MergedStep, Part, SampledStep
 
 log = get_logger()
 

@@ -8,7 +8,7 @@ import numpy as np
 from bus.messages import Sampling
 from executor import sampling
 from executor.compute import FIELDS, PoolingPiece
-from executor.step import Drafts, Float32, Int32, MergedStep, RowSetup, within
+from executor.step import Drafts, Flags, Float32, Int32, MergedStep, RowSetup, within
 
 SETUP_TOKENS = 1024
 SETUP_ROWS = 16
@@ -54,25 +54,28 @@ class Placement:
         self.shards = shards
         self.ranks_per_shard = ranks_per_shard
         self.max_num_seqs = max_num_seqs
-        self._last: tuple[Int32, Places] | None = None
-        """What was asked for last: steps of the same rows have the same array."""
-
-    @property
-    def rows(self) -> int:
+        self.rows = ranks_per_shard * max_num_seqs
         """Rows of a shard without the spare one, which is also the spare one's number."""
-        return self.ranks_per_shard * self.max_num_seqs
+        self._idle = sampling.pack([(_IDLE, 0)])
+        # What was asked for last: steps of the same rows have the same arrays
+        self._last_places: tuple[Int32, Places] | None = None
+        self._last_draws: tuple[Flags, Places, tuple[Int32, Places]] | None = None
+        self._last_picks: tuple[Int32, int, Int32] | None = None
 
     def place(self, rows: Int32) -> Places:
         """Where entries of global `rows` go, which are in the order of their shards."""
-        if self._last is not None and self._last[0] is rows:
-            return self._last[1]
-        shards = rows // np.int32(self.rows)
-        counts = np.bincount(shards, minlength=self.shards)
+        if self._last_places is not None and self._last_places[0] is rows:
+            return self._last_places[1]
         numbers = np.arange(rows.size, dtype=np.int32)
-        places = numbers - (np.cumsum(counts) - counts).astype(np.int32)[shards]
-        at = (0, slice(rows.size)) if self.shards == 1 else (shards, places)
-        placed = Places(shards, places, rows % np.int32(self.rows), int(counts.max()), at)
-        self._last = (rows, placed)
+        if self.shards == 1:
+            placed = Places(np.zeros_like(rows), numbers, rows, rows.size, (0, slice(rows.size)))
+        else:
+            shards = rows // np.int32(self.rows)
+            counts = np.bincount(shards, minlength=self.shards)
+            places = numbers - (np.cumsum(counts) - counts).astype(np.int32)[shards]
+            at = shards.astype(np.intp), places.astype(np.intp)
+            placed = Places(shards, places, rows % np.int32(self.rows), int(counts.max()), at)
+        self._last_places = (rows, placed)
         return placed
 
     def draws(self, step: MergedStep, places: Places) -> tuple[Int32, Places]:
@@ -81,13 +84,18 @@ class Placement:
             lines = np.where(step.samples, 1 + step.drafts.counts, 0)
             indices = np.repeat(np.arange(step.rows.size, dtype=np.int32), lines)
             return indices, self.place(step.rows[indices])
-        if step.samples.all():
-            return np.arange(step.rows.size, dtype=np.int32), places
+        last = self._last_draws
+        if last is not None and last[0] is step.samples and last[1] is places:
+            return last[2]
         indices = np.flatnonzero(step.samples).astype(np.int32)
-        return indices, self.place(step.rows[indices])
+        draws = indices, places if indices.size == step.rows.size else self.place(step.rows[indices])
+        self._last_draws = (step.samples, places, draws)
+        return draws
 
     def most_tokens(self, step: MergedStep, places: Places) -> int:
         """Tokens of the shard that has most."""
+        if self.shards == 1:
+            return int(np.add.reduce(step.num_tokens))
         return int(np.bincount(places.shards, weights=step.num_tokens).max())
 
     def pack_batch(
@@ -115,12 +123,23 @@ class Placement:
         `indices` says for which entries of the step, `drawn` where each goes. The output is that of the sequence in
         that place of the batch, or, with drafts, of the token in that place of what `pack_lines` asks for.
         """
+        ends = step.positions + step.num_tokens
+        if step.drafts is not None:
+            picks = self._picks_of(drawn.places, drawn, size)
+            picks[*drawn.at, 2] = ends[indices] - _to_come(step.drafts, indices)
+            return picks
+        last = self._last_picks
+        if last is None or last[0] is not indices or last[1] != size:
+            last = self._last_picks = indices, size, self._picks_of(places.places[indices], drawn, size)
+        picks = last[2].copy()
+        picks[*drawn.at, 2] = ends if drawn is places else ends[indices]
+        return picks
+
+    def _picks_of(self, outputs: Int32, drawn: Places, size: int) -> Int32:
+        """Picks without positions."""
         picks = self.blank_picks(size)
-        shards, lines = drawn.at
-        ends = (step.positions + step.num_tokens)[indices]
-        picks[shards, lines, 0] = places.places[indices] if step.drafts is None else drawn.places
-        picks[shards, lines, 1] = drawn.rows
-        picks[shards, lines, 2] = ends if step.drafts is None else ends - _to_come(step.drafts, indices)
+        picks[*drawn.at, 0] = outputs
+        picks[*drawn.at, 1] = drawn.rows
         return picks
 
     def blank_picks(self, size: int) -> Int32:
@@ -151,27 +170,26 @@ class Placement:
 
     def setup_pieces(self, setups: list[RowSetup], drafts: Int32 | None = None) -> Iterator[SetupPiece]:
         """All that `setups` write, in as few pieces as it takes, at least one, and `drafts` (see `draft_entries`)."""
-        of_shard: list[list[RowSetup]] = [[] for _ in range(self.shards)]
+        groups: list[list[RowSetup]] = [[] for _ in range(self.shards)]
         for setup in setups:
-            of_shard[setup.row // self.rows].append(setup)
-        tokens = [self._entries(group) for group in of_shard]
+            groups[setup.row // self.rows].append(setup)
+        tokens = [self._entries(group) for group in groups]
         if drafts is not None:
             shards = drafts[:, 0] // self.rows
             drafts = np.column_stack([drafts[:, 0] % self.rows, drafts[:, 1:]])
             tokens = [np.concatenate([entries, drafts[shards == shard]]) for shard, entries in enumerate(tokens)]
         calls = max(1, *(-(-len(entries) // SETUP_TOKENS) for entries in tokens))
-        calls = max(calls, *(-(-len(group) // SETUP_ROWS) for group in of_shard))
+        calls = max(calls, *(-(-len(group) // SETUP_ROWS) for group in groups))
+        whole = self._blank_pieces(calls)
+        for shard, (entries, group) in enumerate(zip(tokens, groups, strict=True)):
+            whole.tokens[shard, : len(entries)] = entries
+            if group:
+                whole.rows[shard, : len(group)] = [setup.row % self.rows for setup in group]
+                floats, ints = sampling.pack([(setup.sampling, setup.prompt_len) for setup in group])
+                whole.floats[shard, : len(group)], whole.ints[shard, : len(group)] = floats, ints
         for call in range(calls):
-            piece = self._blank_piece()
-            for shard, group in enumerate(of_shard):
-                entries = tokens[shard][call * SETUP_TOKENS : (call + 1) * SETUP_TOKENS]
-                piece.tokens[shard, : len(entries)] = entries
-                mine = group[call * SETUP_ROWS : (call + 1) * SETUP_ROWS]
-                if mine:
-                    piece.rows[shard, : len(mine)] = [setup.row % self.rows for setup in mine]
-                    floats, ints = sampling.pack([(setup.sampling, setup.prompt_len) for setup in mine])
-                    piece.floats[shard, : len(mine)], piece.ints[shard, : len(mine)] = floats, ints
-            yield piece
+            some, lines = (slice(call * count, (call + 1) * count) for count in (SETUP_TOKENS, SETUP_ROWS))
+            yield SetupPiece(whole.tokens[:, some], whole.rows[:, lines], whole.floats[:, lines], whole.ints[:, lines])
 
     def pooling_piece(self, lines: int, begun: Int32, told: Places) -> PoolingPiece:
         """One by which the sums of global rows begin (`begun`) and are told (`told`), and nothing is added yet."""
@@ -184,7 +202,7 @@ class Placement:
 
     def blank_params(self) -> tuple[Float32, Int32]:
         """Parameters of all rows before any is set up, the spare one too; see `sampling.RowParams`."""
-        floats, ints = sampling.pack([(_IDLE, 0)])
+        floats, ints = self._idle
         return np.tile(floats, (self.shards, self.rows + 1, 1)), np.tile(ints, (self.shards, self.rows + 1, 1))
 
     def _entries(self, group: list[RowSetup]) -> Int32:
@@ -194,18 +212,20 @@ class Placement:
         entries = np.empty((int(lengths.sum()), 3), np.int32)
         entries[:, 0] = np.repeat(np.array([setup.row % self.rows for setup in group], np.int32), lengths)
         entries[:, 1] = np.arange(len(entries), dtype=np.int32) + np.repeat(offsets, lengths)
-        entries[:, 2] = np.concatenate([_NO_TOKENS, *(setup.tokens for setup in group)])
+        entries[:, 2] = np.concatenate([_NO_TOKENS, *[setup.tokens for setup in group]])
         return entries
 
-    def _blank_piece(self) -> SetupPiece:
-        floats, ints = sampling.pack([(_IDLE, 0)])
-        tokens = np.zeros((self.shards, SETUP_TOKENS, 3), np.int32)
+    def _blank_pieces(self, count: int) -> SetupPiece:
+        """So many pieces that write nothing but to the spare row, in one."""
+        tokens = np.zeros((self.shards, count * SETUP_TOKENS, 3), np.int32)
         tokens[:, :, 0] = self.rows
+        rows = np.full((self.shards, count * SETUP_ROWS), self.rows, np.int32)
+        floats, ints = self._idle
         return SetupPiece(
             tokens,
-            np.full((self.shards, SETUP_ROWS), self.rows, np.int32),
-            np.tile(floats, (self.shards, SETUP_ROWS, 1)),
-            np.tile(ints, (self.shards, SETUP_ROWS, 1)),
+            rows,
+            np.full((*rows.shape, floats.size), floats, np.float32),
+            np.full((*rows.shape, ints.size), ints, np.int32),
         )
 
 

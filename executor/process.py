@@ -15,10 +15,10 @@ from bus.shell import Shell
 from executor import hosts
 from executor.adapter_files import AdapterError
 from executor.adapter_loading import AdapterLoader
+from executor.checks import Limits
 from executor.core import RunStep
 from executor.follower import FollowerCore, Unread
 from executor.group import Broken
-from executor.merge import Limits
 from executor.pipeline import Pipeline
 from executor.progress import show
 from executor.replay import Construction, Plain, build

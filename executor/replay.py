@@ -19,8 +19,8 @@ from bus.messages import Adapter, AdapterRead, PlaceAdapter, ReadAdapter
 from bus.replay import Differs, Subject, config_of, construction_of
 from executor.adapter_files import AdapterError
 from executor.adapter_loading import AdapterRunner
+from executor.checks import Limits
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
-from executor.merge import Limits
 from executor.pipeline import StepRunner
 from executor.step import Float32, Int32, MergedStep, RowSetup, SampledStep
 
@@ -227,7 +227,7 @@ class Rerun:
         if step.drafts is not None:
             known -= int(step.drafts.counts[entry])
         setup = self._last_setup[int(step.rows[entry])]
-        return replace(setup, start=known + different.place, tokens=different.recorded)
+        return msgspec.structs.replace(setup, start=known + different.place, tokens=different.recorded)
 
 
 class _Different(NamedTuple):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from executor.step import Int32
+from executor.step import Index, Int32, largest
 
 
 class Rows:
@@ -33,21 +33,28 @@ class Rows:
         """Forget all rows of a rank: it is gone, or its view of them and ours have come apart."""
         self.lengths[rank * self.max_num_seqs : (rank + 1) * self.max_num_seqs] = 0
 
-    def set_up(self, row: int, length: int, position: int, blocks: Int32, adapter: int = 0) -> None:
-        """Start a row afresh with `length` known tokens, of which `position` are computed in `blocks`."""
-        self.adapters[row] = adapter
-        self.lengths[row] = length
-        self.positions[row] = position
-        self.num_blocks[row] = blocks.size
-        self.block_tables[row] = 0
-        self.block_tables[row, : blocks.size] = blocks
+    def set_up(
+        self, rows: Index, lengths: Int32, positions: Int32, blocks: Int32, num_blocks: Int32, adapters: Int32
+    ) -> None:
+        """Start `rows` [n] afresh, each with `lengths` known tokens of which `positions` are computed.
+
+        `blocks` [m] are those of all of them, one row's after the other's, `num_blocks` each.
+        """
+        lines = np.zeros((rows.size, self.most_blocks), np.int32)
+        most = largest(num_blocks)
+        lines[:, :most][np.arange(most) < num_blocks[:, np.newaxis]] = blocks
+        self.block_tables[rows] = lines
+        self.lengths[rows] = lengths
+        self.positions[rows] = positions
+        self.num_blocks[rows] = num_blocks
+        self.adapters[rows] = adapters
 
     def rewrite(self, row: int, base: int, length: int) -> None:
         """Replace what stands from position `base` on, so that the row has `length` known tokens."""
         self.lengths[row] = length
         self.positions[row] = min(int(self.positions[row]), base)
 
-    def append_blocks(self, rows: Int32, blocks: Int32, num_blocks: Int32) -> None:
+    def append_blocks(self, rows: Index, blocks: Int32, num_blocks: Int32) -> None:
         """Append each of `blocks` [m] to the line of its row in `rows` [m], in order; a row may come several times.
 
         `num_blocks` [m] is how many blocks each row has then. The caller has seen to it that no line overflows.
@@ -60,12 +67,12 @@ class Rows:
         self.block_tables[sorted_rows, before[order] + nth] = blocks[order]
         self.num_blocks[rows] = num_blocks
 
-    def append_block_each(self, rows: Int32, blocks: Int32, num_blocks: Int32) -> None:
+    def append_block_each(self, rows: Index, blocks: Int32, num_blocks: Int32) -> None:
         """As `append_blocks`, where no row comes twice."""
         self.block_tables[rows, num_blocks - 1] = blocks
         self.num_blocks[rows] = num_blocks
 
-    def advance(self, rows: Int32, ends: Int32, lengths: Int32) -> None:
+    def advance(self, rows: Index, ends: Int32, lengths: Int32) -> None:
         """`rows`, each named once, are computed up to `ends`, and have `lengths` tokens then."""
         self.positions[rows] = ends
         self.lengths[rows] = lengths
@@ -75,6 +82,6 @@ class Rows:
         self.positions[row] += count
         self.lengths[row] += count
 
-    def tables(self, rows: Int32, longest: int) -> Int32:
+    def tables(self, rows: Index, longest: int) -> Int32:
         """The block tables of `rows` [n], as wide as it takes to hold `longest` tokens. Shape [n, widest]."""
         return self.block_tables[rows, : -(-longest // self.block_size)]

@@ -7,14 +7,14 @@ import numpy as np
 
 from bus.messages import EMPTY, Logprobs, Pooled, StepResult
 from bus.wire import pack_floats, pack_ints
-from executor.merge import Part
-from executor.step import SampledStep
+from executor.step import Part, SampledStep
 
 
 def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> list[StepResult]:
     """The results of a step, one for each of the `parts` it was merged from, in their order."""
     counts = sampled.counts
-    ends = list(accumulate(part.rows.size for part in parts))
+    tokens = pack_ints(sampled.tokens)
+    ends = list(accumulate([part.rows.size for part in parts]))
     token_ends = ends if counts is None else np.cumsum(counts)[np.array(ends) - 1].tolist()
     logprobs: list[list[Logprobs]] = [[] for _ in parts]
 
@@ -55,7 +55,7 @@ def split(parts: Sequence[Part], sampled: SampledStep, max_num_seqs: int) -> lis
     return [
         StepResult(
             step=part.step,
-            tokens=pack_ints(sampled.tokens[begin:token_end]),
+            tokens=tokens[4 * begin : 4 * token_end],
             counts=EMPTY if counts is None or part.drafts is None else pack_ints(counts[end - part.rows.size : end]),
             logprobs=logprobs[place],
             pooled=pooled[place],

@@ -1,21 +1,26 @@
 """The data that goes in and out of one step of the model, on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from bus.messages import Sampling
 
 Int32 = npt.NDArray[np.int32]
+Index = npt.NDArray[np.intp]
+"""Numbers that other arrays are asked by: numpy takes them as they are, while it makes these of `Int32` each time."""
+Flags = npt.NDArray[np.bool_]
 Float32 = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 """Bits of tokens: bit t % 32 of word t // 32 stands for token t."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSetup:
+class RowSetup(msgspec.Struct, frozen=True, eq=False):
     """A global row begins, resumes or continues: what the runner must hold for it before the step runs.
 
     `tokens` go to positions `start`, `start` + 1, … of the row's history. Output is what lies at positions
@@ -60,6 +65,11 @@ class Drafts:
         return within(self.counts)
 
 
+def largest(values: npt.NDArray[Any]) -> int:
+    """The largest of integers [n], at least one. For so few as a step has, `values.max()` takes three times as long."""
+    return int(values.item(values.argmax()))
+
+
 def within(counts: Int32) -> Int32:
     """The numbers 0 … count - 1 for each of `counts` [n], one after the other; int32 [their sum]."""
     firsts = np.cumsum(counts, dtype=np.int32) - counts
@@ -88,10 +98,34 @@ class MergedStep:
     rows: Int32
     positions: Int32
     num_tokens: Int32
-    samples: npt.NDArray[np.bool_]
+    samples: Flags
     block_tables: Int32
     drafts: Drafts | None = None
     masks: Masks = NO_MASKS
+
+
+class Part(msgspec.Struct, frozen=True, eq=False):
+    """A schedule that was applied to the rows: one rank's share of a merged step.
+
+    `rows` [n] are global; `ends` [n] is the position after each sequence's last token of the step. `again` says that
+    they are the rows of the rank's part before, one token each. `masks` are by place in these rows.
+    """
+
+    rank: int
+    step: int
+    setups: list[RowSetup]
+    rows: Int32
+    ends: Int32
+    num_tokens: Int32
+    samples: Flags
+    again: bool = False
+    drafts: Drafts | None = None
+    masks: Masks = NO_MASKS
+
+
+def firsts(parts: Sequence[Part]) -> list[int]:
+    """Where the rows of each part begin in the step that is made of them."""
+    return [0, *accumulate(part.rows.size for part in parts[:-1])]
 
 
 class PromptLogprobs(NamedTuple):

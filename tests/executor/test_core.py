@@ -25,8 +25,8 @@ from bus.messages import (
     TokenCount,
 )
 from bus.wire import pack_ints, unpack_ints
+from executor.checks import Limits
 from executor.core import DeviceFailed, ExecutorCore, RunStep, StepDone
-from executor.merge import Limits
 from executor.step import SampledStep
 
 ROWS = 4

@@ -13,11 +13,12 @@ from msgspec.structs import replace as replace_struct
 from bus.messages import ContinueRow, NewRow, PartialSchedule, Pooling, ResumeRow, Sampling
 from bus.sampling import pooled
 from bus.wire import pack_ints, unpack_floats, unpack_ints
+from executor.checks import Limits, Refused
 from executor.drafts import judge
-from executor.merge import Limits, Merger, Part, Refused
+from executor.merge import Merger
 from executor.rows import Rows
 from executor.split import split
-from executor.step import Drafts, MergedStep, Pooled, PromptLogprobs, SampledStep
+from executor.step import Drafts, MergedStep, Part, Pooled, PromptLogprobs, SampledStep
 
 RANKS, ROWS, MAX_LEN, BLOCK, VOCAB, BATCHED = 3, 4, 40, 8, 50, 30
 DRAFTS = 3
@@ -447,6 +448,25 @@ def test_ranks_that_run_the_same_rows_again_are_merged_as_they_were() -> None:
         ran, _ = device.run(whole)
         assert ran == [[drawn(row, step + 1)] for row in whole.rows.tolist()]
     assert subject.again([0], [partial(step=99, rows=[], again=True)]) is None
+
+
+def test_ranks_that_ran_apart_in_between_run_together_again() -> None:
+    subject, device = merger(), DeviceModel()
+    both = [partial(new=[new_row()], num_tokens=THREE) for _ in (0, 1)]
+    device.run(subject.merge([subject.apply(rank, schedule) for rank, schedule in enumerate(both)]))
+    again = partial(step=2, rows=[], again=True)
+    first = subject.merge([subject.apply(rank, again) for rank in (0, 1)])
+    device.run(first)
+    device.run(subject.merge([subject.apply(1, again)]))
+    merged = subject.again([0, 1], [again, again])
+    assert merged is not None
+    parts, step = merged
+    assert (step.positions.tolist(), step.rows is first.rows) == ([4, 5], True)
+    assert [part.ends.tolist() for part in parts] == [[5], [6]]
+    ran, _ = device.run(step)
+    assert ran == [[drawn(0, 4)], [drawn(ROWS, 5)]]
+    device.run(subject.merge([subject.apply(1, partial(step=9))]))  # not the same rows again, but the same rows
+    assert subject.again([0, 1], [again, again]) is None
 
 
 WRONG = {

@@ -10,7 +10,8 @@ from bus.config import Config
 from bus.counters import Counters
 from bus.messages import AddRequest, AppendInput, KvPool, PartialSchedule, Sampling, StepResult, StopTurn
 from bus.wire import pack_ints, unpack_ints
-from executor.merge import Limits, Merger
+from executor.checks import Limits
+from executor.merge import Merger
 from executor.rows import Rows
 from executor.runner import Handle, Runner
 from ranks.native import NativeScheduler

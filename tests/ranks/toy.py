@@ -32,8 +32,10 @@ from bus.messages import (
     StepResult,
 )
 from bus.wire import pack_floats, pack_ints, unpack_ints
-from executor.merge import Limits, Merger, Part
+from executor.checks import Limits
+from executor.merge import Merger
 from executor.rows import Rows
+from executor.step import Part
 from tests.tiny_model import SPECIAL, write_tiny_llama, write_tokenizer
 
 CHARACTERS = '{}[]",:-.!' + string.digits + string.ascii_lowercase

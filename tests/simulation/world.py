@@ -17,9 +17,9 @@ from bus.core import Core, Drained, Event, Peer, PeerDown, PeerUp, Posted, Recei
 from bus.counters import Counters
 from bus.messages import PROTOCOL_MINOR, KvPool, Message, RequestEnded, Role, Sampling
 from bus.wire import pack_ints, unpack_ints
+from executor.checks import Limits
 from executor.core import ExecutorCore, RunStep, StepDone
 from executor.drafts import judge
-from executor.merge import Limits
 from executor.step import Drafts, MergedStep, SampledStep
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits

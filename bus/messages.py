@@ -16,7 +16,11 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 1
 
 MINOR_OF_SEVERAL = 1
-"""Who knows this minor version knows `AddRequests`, and `finished` of `TokenDeltas`; others are not sent them."""
+"""Who knows this minor version knows `AddRequests`, `StandingSchedule`, and `finished` of `TokenDeltas`; others are not
+sent them."""
+
+MOST_STANDING_STEPS = 64
+"""Most steps that a rank lets stand at once."""
 
 Ints = memoryview
 """Raw little-endian int32, one after the other."""
@@ -891,7 +895,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     with drafts has the tokens that it would have drawn one by one: drafts that were right, and one more. `logprobs` are
     owned by rows, and have as many positions as there are tokens. A row whose sampling asks for `prompt_logprobs` also
     has those of the prompt's tokens that come after the tokens it ran, whether it samples yet or not; set up anew, it
-    has them again.
+    has them again. With a `next_step`, what stood of the rank is void from this step on (`StandingSchedule`).
     """
 
     step: int
@@ -899,9 +903,17 @@ class StepResult(Message, frozen=True, kw_only=True):
     counts: Ints = EMPTY
     logprobs: list[Logprobs] = []
     pooled: list[Pooled] = []
+    next_step: int | None = None
 
     def __post_init__(self) -> None:
         _check_words(tokens=self.tokens, counts=self.counts)
+
+
+class Recalled(Message, frozen=True, kw_only=True):
+    """Answer to the `Recall` with this `number`: nothing stands any more, and no step from `next_step` on was sent."""
+
+    number: int
+    next_step: int
 
 
 # Step bus: rank → executor
@@ -1016,6 +1028,42 @@ class PartialSchedule(Message, frozen=True, kw_only=True):
             if array.nbytes:
                 _check_lengths(self.rows.nbytes // 4, **{name: array})
         _check_lengths(self.block_rows.nbytes // 4, block_ids=self.block_ids)
+
+
+class StandingSchedule(Message, frozen=True, kw_only=True):
+    """Steps `first_step`, `first_step` + 1, … of one rank, `num_steps` of them, each as with `PartialSchedule.again`.
+
+    They follow the rank's last step, or what stands already. Each stands until the one before it, or with
+    `async_depth` 2 the one before that, has come back, and each row has a token that is not in `stop_token_ids`; then
+    it counts as sent. If a row has not, what still stands is void, and so is what comes from a rank that had not seen
+    that result: `after` is the last whose result it had. The `StepResult` has a `next_step` then, if the rank's last
+    schedule was of this kind. Before any other schedule the rank takes back what stands by `Recall`.
+
+    In each step `num_blocks` [num_steps] blocks are begun: `block_ids` [m] by `block_rows` [m], step after step. `more`
+    is that of the last step; a step before it always has more after it.
+    """
+
+    first_step: int
+    num_steps: int
+    after: int
+    num_blocks: Ints
+    block_rows: Ints = EMPTY
+    block_ids: Ints = EMPTY
+    stop_token_ids: Ints = EMPTY
+    more: bool = False
+
+    def __post_init__(self) -> None:
+        _check_words(block_rows=self.block_rows, stop_token_ids=self.stop_token_ids)
+        if not 1 <= self.num_steps <= MOST_STANDING_STEPS:
+            raise ValueError(f"`num_steps` must be from 1 to {MOST_STANDING_STEPS}")
+        _check_lengths(self.num_steps, num_blocks=self.num_blocks)
+        _check_lengths(self.block_rows.nbytes // 4, block_ids=self.block_ids)
+
+
+class Recall(Message, frozen=True, kw_only=True):
+    """Void what stands; answered by `Recalled` with the same `number`, whether anything still stands or not."""
+
+    number: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1152,7 +1200,7 @@ FRONTEND_TO_ENGINE = (
     | CommandRequest
 )
 ENGINE_TO_FRONTEND = Hello | Heartbeat | Goodbye | Error | Outputs | Reply | Load | KvEvents | ExecutorStatus
-EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | Adapters | KvPool | StepResult
-RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | AdaptersHeld | PartialSchedule
+EXECUTOR_TO_RANK = Welcome | Heartbeat | Goodbye | Error | Adapters | KvPool | StepResult | Recalled
+RANK_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | AdaptersHeld | PartialSchedule | StandingSchedule | Recall
 FOLLOWER_TO_EXECUTOR = Hello | Heartbeat | Goodbye | Error | Ready | Failed | AdapterRead
 EXECUTOR_TO_FOLLOWER = Welcome | Heartbeat | Goodbye | Error | ReadAdapter | PlaceAdapter | MergedStep | EndOfSteps

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
@@ -28,8 +29,11 @@ from bus.messages import (
     PlaceAdapter,
     ReadAdapter,
     Ready,
+    Recall,
+    Recalled,
     Reply,
     Shutdown,
+    StandingSchedule,
     UnloadAdapter,
 )
 from executor.adapters import Adapters
@@ -38,6 +42,7 @@ from executor.group import Group
 from executor.merge import Merger
 from executor.rows import Rows
 from executor.split import split
+from executor.standing import Standing
 from executor.step import MergedStep, Part, SampledStep
 
 log = get_logger()
@@ -90,6 +95,7 @@ class _Rank:
 
     peer: Peer
     pending: deque[PartialSchedule] = field(default_factory=deque)
+    standing: Standing = field(default_factory=Standing)
     in_flight: int = 0
     last_step: int = -1
     more: bool = False
@@ -108,6 +114,10 @@ class _InFlight(NamedTuple):
     number: int
     owners: list[_Rank]
     parts: list[Part]
+
+
+def _not_larger(last_step: int) -> str:
+    return f"its number must be larger than that of the last, {last_step}"
 
 
 class ExecutorCore:
@@ -198,8 +208,8 @@ class ExecutorCore:
             return []
         if peer.role == "executor":
             return self._group.lose(peer, reason)
-        rank = self._ranks[peer.index]
-        if rank is not None and rank.peer == peer:
+        rank = self._rank_of(peer)
+        if rank is not None:
             self._counters.add("executor_dropped_schedules", len(rank.pending))
             self._merger.void(peer.index)
             self._ranks[peer.index] = None
@@ -210,6 +220,10 @@ class ExecutorCore:
         match message:
             case PartialSchedule():
                 return self._hold(peer, message)
+            case StandingSchedule():
+                return self._hold_standing(peer, message)
+            case Recall():
+                return self._recall(peer, message)
             case Ready() | Failed():
                 return self._hear(peer, message)
             case AdaptersHeld():
@@ -246,8 +260,8 @@ class ExecutorCore:
 
     def _hear_of_adapters(self, peer: Peer, message: AdaptersHeld) -> list[Effect]:
         """What a rank says of adapters counts when all that it sent before is in steps."""
-        rank = self._ranks[peer.index]
-        if rank is None or rank.peer != peer:
+        rank = self._rank_of(peer)
+        if rank is None:
             return []
         rank.adapters_held = message
         return self._take_adapters_held([rank])
@@ -276,21 +290,56 @@ class ExecutorCore:
     # When a step runs
 
     def _hold(self, peer: Peer, schedule: PartialSchedule) -> list[Effect]:
-        rank = self._ranks[peer.index]
-        if rank is None or rank.peer != peer:
+        rank = self._rank_of(peer)
+        if rank is None:
             return []
+        if rank.standing:
+            return self._refuse(rank, [schedule.step], "steps stand; they must be recalled before it")
         if schedule.step <= rank.last_step:
-            return self._refuse(rank, [schedule], f"its number must be larger than that of the last, {rank.last_step}")
-        rank.last_step = schedule.step
+            return self._refuse(rank, [schedule.step], _not_larger(rank.last_step))
         if len(rank.pending) + rank.in_flight >= self._depth:
-            refused = [*rank.pending, schedule]
-            rank.pending.clear()
+            rank.last_step = schedule.step
+            refused = [*(held.step for held in rank.pending), schedule.step]
             return self._refuse(rank, refused, f"a rank may have {self._depth} without result")
+        rank.standing.clear()
+        self._append(rank, schedule)
+        return []
+
+    def _hold_standing(self, peer: Peer, schedule: StandingSchedule) -> list[Effect]:
+        rank = self._rank_of(peer)
+        if rank is None:
+            return []
+        last = rank.standing.last_step if rank.standing else rank.last_step
+        fault = rank.standing.fault_of(schedule) if schedule.first_step > last else _not_larger(last)
+        if fault:
+            return self._refuse(rank, [schedule.first_step], fault)
+        rank.standing.add(schedule)
+        self._take_standing(rank)
+        return []
+
+    def _recall(self, peer: Peer, recall: Recall) -> list[Effect]:
+        rank = self._rank_of(peer)
+        if rank is None:
+            return []
+        rank.standing.clear()
+        return [Send(peer, Recalled(number=recall.number, next_step=rank.last_step + 1))]
+
+    def _take_standing(self, rank: _Rank) -> None:
+        """Count steps that stand as sent, as far as a rank may have steps without result."""
+        while rank.standing and len(rank.pending) + rank.in_flight < self._depth:
+            self._append(rank, rank.standing.take())
+
+    def _append(self, rank: _Rank, schedule: PartialSchedule) -> None:
+        rank.last_step = schedule.step
         rank.pending.append(schedule)
         rank.more = schedule.more
-        rank.answered = rank.awaited
+        rank.answered = rank.awaited or rank.answered
         rank.awaited = False
-        return []
+
+    def _rank_of(self, peer: Peer) -> _Rank | None:
+        """The rank that `peer` is a start of, if it is the present one."""
+        rank = self._ranks[peer.index]
+        return rank if rank is not None and rank.peer == peer else None
 
     def _schedule(self, now: float) -> list[Effect]:
         """Run what should run now; ask to be woken when time alone would change the answer."""
@@ -376,20 +425,22 @@ class ExecutorCore:
             try:
                 parts.append(self._merger.apply(rank.peer.index, schedule))
             except Refused as refused:
-                effects += self._refuse(rank, [schedule], str(refused))
+                effects += self._refuse(rank, [schedule.step], str(refused))
             else:
                 owners.append(rank)
         return owners, parts, effects
 
-    def _refuse(self, rank: _Rank, schedules: list[PartialSchedule], sentence: str) -> list[Effect]:
+    def _refuse(self, rank: _Rank, steps: list[int], sentence: str) -> list[Effect]:
         """Answer schedules that are not run. What the rank thinks its rows are is no longer so: they are void."""
         self._merger.void(rank.peer.index)
-        self._counters.add("executor_refused_schedules", len(schedules))
+        rank.pending = deque(held for held in rank.pending if held.step not in steps)
+        rank.standing.clear()
+        self._counters.add("executor_refused_schedules", len(steps))
         effects: list[Effect] = []
-        for schedule in schedules:
-            text = f"schedule {schedule.step} was not run: {sentence}"
-            log.error("schedule refused", step=schedule.step, peer=str(rank.peer), detail=sentence)
-            effects.append(Send(rank.peer, Error(code="schedule_refused", message=text, step=schedule.step)))
+        for step in steps:
+            text = f"schedule {step} was not run: {sentence}"
+            log.error("schedule refused", step=step, peer=str(rank.peer), detail=sentence)
+            effects.append(Send(rank.peer, Error(code="schedule_refused", message=text, step=step)))
         return effects
 
     # What a step gave
@@ -407,7 +458,10 @@ class ExecutorCore:
             if self._ranks[rank.peer.index] is not rank:
                 self._counters.add("executor_dropped_results")
                 continue
+            if rank.standing.end_by(result):
+                result = structs.replace(result, next_step=rank.last_step + 1)
             effects.append(Send(rank.peer, result))
+            self._take_standing(rank)
             if rank.more and not rank.pending:
                 rank.awaited, rank.awaited_since, rank.work_left = True, math.inf, self._last_number
         self._counters.add("executor_sampled_tokens", int(np.count_nonzero(done.sampled.tokens >= 0)))

@@ -43,6 +43,7 @@ class Batch:
     - `num_named`: how many of these have their name, from the first on.
     - `prefilling` (bool): whether the last step it was in did not reach its last token.
     - `constrained` (bool): whether the request has a grammar.
+    - `alone` (bool): whether its steps have more to them than a token for it: a grammar, or log-probabilities.
     - `pools` (bool): whether its prompt is pooled when it is computed, and nothing is drawn.
     - `stops` [size, NUM_STOPS]: the tokens it stops at; `NONE` fills the rest. Where there are more, they are in
       `many_stops`.
@@ -63,6 +64,7 @@ class Batch:
         self.num_named = np.zeros(size, np.int32)
         self.prefilling = np.zeros(size, np.bool_)
         self.constrained = np.zeros(size, np.bool_)
+        self.alone = np.zeros(size, np.bool_)
         self.pools = np.zeros(size, np.bool_)
         self.frontend = np.zeros(size, np.int32)
         self.handle = np.zeros(size, np.int32)
@@ -156,6 +158,7 @@ class Batch:
                     blocks.size,
                     num_named,
                     request.matcher is not None,
+                    _steps_alone(request),
                     request.sampling.pooling is not None,
                     request.frontend,
                     request.handle,
@@ -166,9 +169,9 @@ class Batch:
             np.int32,
         ).T
         self.known[rows], self.computed[rows], self.limit[rows], self.num_blocks[rows] = columns[:4]
-        self.num_named[rows], self.constrained[rows], self.pools[rows] = columns[4:7]
-        self.frontend[rows], self.handle[rows] = columns[7:9]
-        self.stops[rows] = columns[9:].T
+        self.num_named[rows], self.constrained[rows], self.alone[rows], self.pools[rows] = columns[4:8]
+        self.frontend[rows], self.handle[rows] = columns[8:10]
+        self.stops[rows] = columns[10:].T
         self.unseen[rows] = 0
         self.prefilling[rows] = False
         self.held[rows] = True
@@ -209,10 +212,9 @@ class Batch:
 
     def _stops_of(self, request: Request) -> Sequence[int]:
         """What a request stops at, as in `stops`; where there is more, it is noted for its row."""
-        eos, others = request.sampling.eos_token_id, request.sampling.stop_token_ids
-        if eos is None and not others:
+        stops = stops_of(request)
+        if not stops:
             return _NO_STOPS
-        stops = list(dict.fromkeys(others if eos is None else [eos, *others]))
         if len(stops) > NUM_STOPS:
             self.many_stops[request.row] = frozenset(stops)
             return _NO_STOPS
@@ -273,3 +275,16 @@ class Batch:
         places = self.num_blocks[rows]
         self.blocks[rows, places] = blocks
         self.num_blocks[rows] = places + 1
+
+
+def stops_of(request: Request) -> list[int]:
+    """The tokens a request stops at, each once."""
+    eos, others = request.sampling.eos_token_id, request.sampling.stop_token_ids
+    if not others:
+        return [] if eos is None else [eos]
+    return list(dict.fromkeys(others if eos is None else [eos, *others]))
+
+
+def _steps_alone(request: Request) -> bool:
+    sampling = request.sampling
+    return request.matcher is not None or sampling.logprobs is not None or sampling.prompt_logprobs is not None

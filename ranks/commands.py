@@ -6,6 +6,7 @@ from typing import Any
 from bus.messages import (
     Command,
     ComputedBlocks,
+    GetPauseState,
     GrammarBitmask,
     HasFinishedRequests,
     MakeStats,
@@ -47,6 +48,21 @@ SIMPLE: dict[type[Command], Callable[[Scheduler, Any], Any]] = {
     GrammarBitmask: lambda scheduler, _: scheduler.bitmask(),
 }
 """The value of each, from the scheduler and the command. May raise `Refused`."""
+
+PROBES = frozenset(
+    (
+        TokenCount,
+        PendingPrefillTokens,
+        ComputedBlocks,
+        MinRemainingOutput,
+        UnfinishedRequests,
+        RequestCounts,
+        HasFinishedRequests,
+        MakeStats,
+        GetPauseState,
+    )
+)
+"""Commands that change nothing."""
 
 SINGLE_STEP = frozenset((UpdateDraftTokens, GrammarBitmask, Schedule, UpdateFromOutput))
 """Commands that are only for single-step mode."""

@@ -16,6 +16,7 @@ from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Posted, Rec
 from bus.counters import Counters
 from bus.log import get_logger
 from bus.messages import (
+    MINOR_OF_SEVERAL,
     AbortRequests,
     Adapters,
     AdaptersHeld,
@@ -33,6 +34,8 @@ from bus.messages import (
     Message,
     Outputs,
     PauseState,
+    Recall,
+    Recalled,
     Reply,
     RequestEnded,
     Resume,
@@ -45,8 +48,10 @@ from bus.messages import (
 )
 from ranks.commands import HELD, SIMPLE, SINGLE_STEP
 from ranks.compiling import Compile, Compiled
+from ranks.output import joined
 from ranks.publishing import LoadReports
 from ranks.scheduler import BrokenResult, Ended, Refused, Scheduler, StepOutputs
+from ranks.standing import Standing
 
 log = get_logger()
 
@@ -93,6 +98,10 @@ class RankCore:
         self._num_schedulers = 0
         self._next_step = 0
         self._in_flight: deque[int] = deque()
+        """Steps without result that were scheduled, or that stand."""
+        self._standing = Standing()
+        self._may_stand = False
+        """Whether the executor takes steps that stand."""
         self._may_schedule = False
         """Something has happened since the scheduler last had nothing to run."""
         self._pause_state: PauseState = "unpaused"
@@ -107,8 +116,9 @@ class RankCore:
         self._kv_number = 0
         self._kv_due = float("-inf")
         self._effects: list[Effect] = []
-        self._held: list[Effect] = []
-        """Outputs that wait for the next schedule to go first: the executor is idle until it has that."""
+        self._held: StepOutputs = []
+        """Of steps of steady decode: they wait for the next schedule, since the executor is idle until it has that, and
+        for results that are here already, to go with theirs."""
         self._on_message: dict[type[Message], Callable[[Peer, Any], None]] = {
             AddRequest: self._add,
             AddRequests: self._add_several,
@@ -119,6 +129,7 @@ class RankCore:
             Adapters: self._new_adapters,
             KvPool: self._new_pool,
             StepResult: self._step_result,
+            Recalled: self._recalled,
             Error: self._error,
         }
         self._on_command: dict[type[Command], Callable[[Peer, int, Any, float], None]] = {
@@ -134,7 +145,18 @@ class RankCore:
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event; see `bus.core.Core`."""
-        if self._held and not isinstance(event, Drained):
+        if self._standing.must_end_before(event):
+            self._standing.events.append(event)
+            self._recall()
+        else:
+            self._take(event)
+        while self._standing.events and self._standing.last_step is None:
+            self._take(self._standing.events.popleft())
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _take(self, event: Event) -> None:
+        if self._held and not _is_of_steps(event):
             self._release()
         match event:
             case Received(peer, message):
@@ -148,21 +170,20 @@ class RankCore:
                 self._now = now
                 self._expire()
                 self._loads.refresh(now, bus_counters)
-            case PeerUp(peer):
-                self._peer_up(peer)
+            case PeerUp(peer, minor):
+                self._peer_up(peer, minor)
             case PeerDown(peer, reason):
                 self._peer_down(peer, reason)
-        effects, self._effects = self._effects, []
-        return effects
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._effects.append(Send(peer, message))
 
     # Peers
 
-    def _peer_up(self, peer: Peer) -> None:
+    def _peer_up(self, peer: Peer, minor: int) -> None:
         if peer.role == "executor":
             self._executor = peer
+            self._may_stand = minor >= MINOR_OF_SEVERAL and self._config.standing_steps > 0
             return
         self._publish_kv()  # the others are told of what the snapshot has on top
         self._frontends[peer.index] = _Frontend(peer)
@@ -241,18 +262,13 @@ class RankCore:
         self._tell(ended)
         self._scheduler = None
         self._in_flight.clear()
+        self._standing.end()
         self._broadcast_kv_snapshot()
         self._loads.changed = True
 
     def _drained(self) -> None:
         if self._scheduler is not None and self._executor is not None and not self._config.single_step:
-            while self._may_schedule and len(self._in_flight) < self._config.async_depth:
-                schedule = self._scheduler.schedule(self._next_step, self._now)
-                if schedule is None:
-                    self._may_schedule = False
-                else:
-                    self._begin_step()
-                    self._send(self._executor, schedule)
+            self._make_steps(self._scheduler, self._executor)
         self._release()
         self._tell_turns()
         self._settle()
@@ -260,6 +276,56 @@ class RankCore:
             self._tell_adapters()
         self._publish_kv()
         self._publish_load()
+
+    def _make_steps(self, scheduler: Scheduler, executor: Peer) -> None:
+        most = self._config.standing_steps
+        while self._may_schedule:
+            last_result = (self._in_flight[0] if self._in_flight else self._next_step) - 1
+            stands = self._standing.last_step is not None
+            if not self._standing.may_grow(last_result):
+                return
+            if len(self._in_flight) >= (most // 2 if stands else self._config.async_depth):
+                return
+            room = most - len(self._in_flight)
+            ahead = scheduler.stand(self._next_step, last_result, room) if self._may_stand else None
+            if ahead is not None:
+                self._in_flight += range(self._next_step, self._next_step + ahead.num_steps)
+                self._next_step += ahead.num_steps
+                self._standing.begin(ahead)
+                self._send(executor, ahead)
+                return
+            if stands:
+                return
+            schedule = scheduler.schedule(self._next_step, self._now)
+            if schedule is None:
+                self._may_schedule = False
+                return
+            self._begin_step()
+            self._send(executor, schedule)
+
+    def _recall(self) -> None:
+        """Have what stands taken back; `_stand_down` comes when it is known how far the executor went."""
+        standing = self._standing
+        if standing.last_step is not None and not standing.is_recalled and self._executor is not None:
+            standing.is_recalled = True
+            standing.num_recalls += 1
+            self._counters.add("rank_recalls")
+            self._send(self._executor, Recall(number=standing.num_recalls))
+
+    def _recalled(self, _peer: Peer, recalled: Recalled) -> None:
+        if self._standing.is_recalled and recalled.number == self._standing.num_recalls:
+            self._stand_down(recalled.next_step)
+
+    def _stand_down(self, next_step: int) -> None:
+        """Nothing stands any more: the executor takes no step from `next_step` on without another schedule."""
+        if self._standing.last_step is None or self._scheduler is None:
+            return
+        self._scheduler.stand_down(next_step)
+        while self._in_flight and self._in_flight[-1] >= next_step:
+            self._in_flight.pop()
+        self._next_step = next_step
+        self._standing.end()
+        self._may_schedule = True
 
     def _begin_step(self) -> None:
         self._in_flight.append(self._next_step)
@@ -269,6 +335,9 @@ class RankCore:
         if self._scheduler is None or self._config.single_step or result.step not in self._in_flight:
             self._counters.add("rank_stale_results")
             return
+        next_step = self._standing.next_step(result, self._config.async_depth)
+        if next_step is not None:
+            self._stand_down(next_step)
         try:
             if result.step != self._in_flight[0]:
                 raise BrokenResult(f"step {self._in_flight[0]} comes before it")
@@ -280,15 +349,16 @@ class RankCore:
         self._in_flight.popleft()
         self._may_schedule = True
         if self._scheduler.is_steady():
-            self._held += [Send(self._frontends[frontend].peer, message) for frontend, message in outputs]
+            self._held += outputs
             return
+        self._release()
         self._tell_outputs(outputs)
         self._tell_turns()
         self._loads.changed = True
 
     def _release(self) -> None:
-        self._effects += self._held
-        self._held.clear()
+        self._tell_outputs(joined(self._held))
+        self._held = []
 
     def _begin_anew(self, message: str) -> None:
         """What the executor holds for this rank is no longer what the scheduler thinks: all requests end."""
@@ -332,6 +402,8 @@ class RankCore:
             else:
                 self._ask_for_grammars(scheduler)
                 self._woken()
+                if not scheduler.may_stand():
+                    self._recall()
 
     def _ask_for_grammars(self, scheduler: Scheduler) -> None:
         self._effects += [Compile(self._num_schedulers, *asked) for asked in scheduler.take_grammars()]
@@ -549,7 +621,7 @@ class RankCore:
     # What frontends are told without asking
 
     def _publish_load(self) -> None:
-        self._counters.set("rank_steps_in_flight", len(self._in_flight))
+        self._counters.set("rank_steps_in_flight", min(len(self._in_flight), self._config.async_depth))
         due, later = self._loads.due(self._frontends, self._now)
         if later is not None:
             self._effects.append(WakeAt(later))
@@ -586,3 +658,7 @@ class RankCore:
     def _kv_snapshot(self) -> KvEvents:
         stored = b"" if self._scheduler is None else self._scheduler.kv_snapshot()
         return KvEvents(number=self._kv_number, snapshot=True, stored=memoryview(stored))
+
+
+def _is_of_steps(event: Event) -> bool:
+    return isinstance(event, Drained) or (isinstance(event, Received) and isinstance(event.message, StepResult))

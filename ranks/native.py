@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import structs
 
 from bus.config import Config
 from bus.counters import Counters
@@ -31,6 +32,7 @@ from bus.messages import (
     RequestEnded,
     RequestStarted,
     Sampling,
+    StandingSchedule,
     StepResult,
     StopTurn,
     TurnEnded,
@@ -81,6 +83,10 @@ class NativeScheduler:
         self._steps: deque[Step] = deque()
         self._steady: Steady | None = None
         """In charge of all rows while it is there; see `_unsettle`."""
+        self._standing: deque[int] = deque()
+        """Steps that stand, of which it is not known here that they were sent."""
+        self._last_passed = NONE
+        """The last step that came back without having been made here first."""
         self._last_rows: Rows = np.empty(0, np.intp)
         """Those of the step made last."""
         self._num_added = 0
@@ -325,18 +331,58 @@ class NativeScheduler:
     def _again(self, step: int) -> PartialSchedule | None:
         """The same rows once more, if they are steady and nobody can join them."""
         steady = self._steady
-        if steady is None or self._planner.pause_state == "paused_all" or self._planner.drafts:
-            return None
-        if self._planner.admits and (self._sessions.num_empty or (self._batch.num_free and self._waiting.offers_any)):
+        if steady is None or not self.may_stand():
             return None
         plan = steady.plan(step)
         if plan is None:
             return None
+        self._begin_again(steady, plan)
+        return schedules.again(plan, steady.expects_more() or self._others_come())
+
+    def _begin_again(self, steady: Steady, plan: Step) -> None:
         self._untold.clear()
         self._statistics.scheduled(steady.size)
         self._steps.append(plan)
-        more = steady.expects_more() or len(self._waiting) > 0 or self._sessions.num_queued > 0
-        return schedules.again(plan, more)
+
+    def _others_come(self) -> bool:
+        return len(self._waiting) > 0 or self._sessions.num_queued > 0
+
+    def may_stand(self) -> bool:
+        if self._steady is None or self._planner.pause_state == "paused_all" or self._planner.drafts:
+            return False
+        waits = self._sessions.num_empty or (self._batch.num_free and self._waiting.offers_any)
+        return not (self._planner.admits and waits)
+
+    def stand(self, first_step: int, after: int, most: int) -> StandingSchedule | None:
+        steady = self._steady
+        if steady is None or not self.may_stand():
+            return None
+        self._catch_up(steady)
+        standing = steady.foresee(first_step, after, len(self._standing), most)
+        if standing is None:
+            return None
+        self._standing += range(first_step, first_step + standing.num_steps)
+        return standing if standing.more or not self._others_come() else structs.replace(standing, more=True)
+
+    def stand_down(self, next_step: int) -> None:
+        while self._standing and self._standing[0] < next_step:
+            self._begin_standing()
+        self._standing.clear()
+
+    def _begin_standing(self) -> None:
+        """Make the oldest step that stands: it was sent."""
+        steady = self._steady
+        assert steady is not None  # whatever else is done, what stands was taken back before
+        self._catch_up(steady)
+        plan = steady.plan(self._standing.popleft())
+        assert plan is not None  # as it was foreseen
+        self._begin_again(steady, plan)
+
+    def _catch_up(self, steady: Steady) -> None:
+        """Do what is still to be done for steps that stood and have come back."""
+        if count := steady.catch_up():
+            self._batch.complete(self._last_passed)
+            self._statistics.steady(count, steady.size)
 
     def _schedule(self, step: int, now: float) -> PartialSchedule | None:
         plan = self._plan(step, now)
@@ -362,7 +408,7 @@ class NativeScheduler:
         if (
             same
             and plan.rows.size == self._batch.running.size <= self._config.max_num_batched_tokens
-            and not self._batch.constrained[plan.rows].any()
+            and not self._batch.alone[plan.rows].any()
             and self._drafts is None
             and self._batch.num_leaving == 0
             and all(step.is_plain and np.array_equal(step.rows, plan.rows) for step in self._steps)
@@ -371,9 +417,8 @@ class NativeScheduler:
 
     def _unsettle(self) -> None:
         """Something else than steady decode is to come: the batch is in charge again."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
+        self._bring_up_to_date()
+        self._steady = None
 
     def is_steady(self) -> bool:
         return self._steady is not None
@@ -403,7 +448,16 @@ class NativeScheduler:
     def update(self, result: StepResult) -> StepOutputs:
         tokens = unpack_ints(result.tokens)
         steady = self._steady
-        if steady is not None and not result.logprobs and self._all_drew(tokens) and steady.take(tokens):
+        goes_on = steady is not None and self._is_plain(result, tokens, steady.size) and steady.goes_on(tokens)
+        if not self._steps:
+            if steady is not None and goes_on:
+                self._last_passed = self._standing.popleft()
+                steady.passes(tokens)
+                self._untold.clear()
+                return steady.outputs(self._last_passed, tokens)
+            self._begin_standing()
+        if steady is not None and goes_on:
+            steady.take(tokens)
             number = self._steps.popleft().number
             self._batch.complete(number)
             self._statistics.generated(steady.size, 0)
@@ -413,9 +467,9 @@ class NativeScheduler:
         pooled = vectors_of(step.rows[drawn.pooled].tolist(), result) if drawn.pooled.size else {}
         return self._take(drawn, result.logprobs, pooled)
 
-    def _all_drew(self, tokens: Int32) -> bool:
-        """Whether each row of the oldest step has a token of the vocabulary."""
-        return tokens.size == self._steps[0].rows.size and all_below(tokens, self._pool.vocab_size)
+    def _is_plain(self, result: StepResult, tokens: Int32, num_rows: int) -> bool:
+        """Whether a result has a token of the vocabulary for each row, and nothing else."""
+        return tokens.size == num_rows and not result.logprobs and all_below(tokens, self._pool.vocab_size)
 
     def _take(self, drawn: results.Drawn, logprobs: list[Logprobs], vectors: dict[int, Floats]) -> StepOutputs:
         """Give the oldest step's rows what they got; `vectors` has those of the rows that were pooled."""
@@ -656,6 +710,7 @@ class NativeScheduler:
 
     def _bring_up_to_date(self) -> None:
         if self._steady is not None:
+            self._catch_up(self._steady)
             self._steady.settle()
 
     def load(self) -> LoadFigures:
@@ -680,6 +735,7 @@ class NativeScheduler:
         return self._waiting.num_tokens + self._sessions.num_tokens + running
 
     def computed_tokens(self, prompt: Ints, cache_salt: str, adapter: str) -> int:
+        self._bring_up_to_date()
         size = self._pool.block_size
         names = split_hashes(block_hashes(prompt, size, cache_salt, adapter=adapter))
         return len(self._blocks.find(names[: max(prompt.nbytes // 4 - 1, 0) // size])) * size
@@ -696,6 +752,7 @@ class NativeScheduler:
     def stats(self) -> dict[str, Any] | None:
         if not self._config.log_stats:
             return None
+        self._bring_up_to_date()
         usage = 1 - self._blocks.num_free / self._blocks.num_blocks
         return self._statistics.report(*self.request_counts(), usage)
 

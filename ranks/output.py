@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from bus.messages import EMPTY, Logprobs, Outputs, Pooled, RequestStarted, TurnEnded
-from bus.wire import pack_ints
+from bus.wire import pack_ints, unpack_ints
 from ranks.request import Int32
-from ranks.scheduler import Ended
+from ranks.scheduler import Ended, StepOutputs
 
 
 def outputs(
@@ -56,3 +56,25 @@ def outputs(
             )
         )
     return messages
+
+
+def joined(outputs: StepOutputs) -> StepOutputs:
+    """What is told of steps of steady decode, in their order, in one message for each frontend as far as that goes."""
+    runs: dict[int, list[list[Outputs]]] = {}
+    for frontend, message in outputs:
+        own = runs.setdefault(frontend, [])
+        if own and own[-1][-1].handles is message.handles:
+            own[-1].append(message)
+        else:
+            own.append([message])
+    return [(frontend, _as_one(run)) for frontend, own in runs.items() for run in own]
+
+
+def _as_one(run: list[Outputs]) -> Outputs:
+    """Steps that give each of the same handles a token."""
+    first, last = run[0], run[-1]
+    if first is last:
+        return first
+    tokens = np.stack([unpack_ints(message.tokens) for message in run], axis=1)
+    counts = np.full(tokens.shape[0], len(run), np.int32)
+    return Outputs(step=last.step, handles=first.handles, tokens=pack_ints(tokens), counts=pack_ints(counts))

@@ -18,6 +18,7 @@ from bus.messages import (
     PartialSchedule,
     PauseState,
     RequestEnded,
+    StandingSchedule,
     StepResult,
     StopTurn,
 )
@@ -145,6 +146,23 @@ class Scheduler(Protocol):
 
     def schedule(self, step: int, now: float) -> PartialSchedule | None:
         """Make the next step, None if nothing can run now. The step is in flight until `update`."""
+        ...
+
+    def may_stand(self) -> bool:
+        """Whether steps may go on as they are, so that they need not be scheduled one by one."""
+        ...
+
+    def stand(self, first_step: int, after: int, most: int) -> StandingSchedule | None:
+        """Say up to `most` steps from `first_step` on ahead; None if the next is not like the last.
+
+        They follow those in flight and those that stand; `after` is the last step that has come back. Until
+        `stand_down` only `update`, `add`, and what changes nothing may be called. A step that stands is in flight when
+        it has a result.
+        """
+        ...
+
+    def stand_down(self, next_step: int) -> None:
+        """Of the steps that stand those below `next_step` are in flight, or have come back, and the others are void."""
         ...
 
     def update(self, result: StepResult) -> StepOutputs:

@@ -50,6 +50,12 @@ class Statistics:
         self._counters.add("scheduler_steps")
         self._counters.add("scheduler_scheduled_tokens", num_tokens)
 
+    def steady(self, num_steps: int, num_rows: int) -> None:
+        """Steps were made that gave each of as many rows a token."""
+        self._counters.add("scheduler_steps", num_steps)
+        self._counters.add("scheduler_scheduled_tokens", num_steps * num_rows)
+        self.generated(num_steps * num_rows, 0)
+
     def started(self, num_prompt: int, num_cached: int) -> None:
         """Requests have got their first rows: so many tokens have their prompts, and of these so many were cached."""
         self._counters.add("scheduler_prompt_tokens", num_prompt)

@@ -9,22 +9,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bus.messages import Ints, Outputs
+from bus.messages import Ints, Outputs, StandingSchedule
+from bus.standing import has_any
 from bus.wire import pack_ints
-from ranks.batch import NONE, Batch, Rows
+from ranks.batch import NONE, Batch, Rows, stops_of
 from ranks.kv_cache import KvCache
 from ranks.planning import Step
 from ranks.request import Int32
 from ranks.scheduler import StepOutputs
 
-FEW_STOPS = 4
-"""So many stop tokens are compared with one by one."""
+Places = npt.NDArray[np.intp]
+"""Where rows stand in a step."""
 
 
 class Steady:
     """All rows of a batch, each of which draws a token in every step.
 
     While it lasts, `known`, `unseen` and `computed` of the batch stand still; `settle` brings them up to date.
+
+    A step is planned and then taken; or, if it was foreseen, it may be passed: then what is to be done for it waits for
+    `catch_up`, which does it for several steps at once.
     """
 
     def __init__(self, batch: Batch, kv: KvCache, steps: Sequence[Step], names_early: bool) -> None:
@@ -45,6 +49,8 @@ class Steady:
         self._known: Int32 = batch.known[rows]
         self._computed: Int32 = batch.computed[rows]
         self._planned = self._taken = 0
+        self._passed: list[Int32] = []
+        """The tokens of steps that were passed, after those planned and taken."""
         self._named_at = NONE
         left = batch.limit[rows] - self._computed - 1
         self._most, self._longest = int(left.min()), int(left.max())
@@ -87,21 +93,82 @@ class Steady:
         """Whether any row has tokens to draw after the last step planned."""
         return self._planned < self._longest
 
-    def take(self, tokens: Int32) -> bool:
-        """Give the rows the tokens [size] of the oldest step in flight; not if one of them may end its request."""
-        if self._taken + 1 >= self._last_tokens:
+    def foresee(self, first_step: int, after: int, known_ahead: int, most: int) -> StandingSchedule | None:
+        """What `plan` will make of up to `most` steps from `first_step` on, if nothing else is done meanwhile.
+
+        These follow `known_ahead` steps that were foreseen before and are not planned yet. None if there is not even
+        one such step.
+        """
+        # As far as no row begins more than one block, what the rows lack can be told for all steps together.
+        last = min(known_ahead + most, self._kv.block_size, self._most - self._planned)
+        if last <= known_ahead:
+            return None
+        rows, lacking, step_of = self._beginning(last)
+        num_blocks = np.bincount(step_of[lacking > 0], minlength=last)
+        begun = np.cumsum(num_blocks)
+        last = int(np.searchsorted(begun, self._kv.pool.num_free, side="right"))
+        if last <= known_ahead:
+            return None
+        before = int(begun[known_ahead - 1]) if known_ahead else 0
+        until = int(begun[last - 1])
+        return StandingSchedule(
+            first_step=first_step,
+            num_steps=last - known_ahead,
+            after=after,
+            num_blocks=pack_ints(num_blocks[known_ahead:last]),
+            block_rows=pack_ints(rows[lacking > 0][before:until]),
+            block_ids=pack_ints(self._kv.pool.peek(until)[before:]),
+            stop_token_ids=pack_ints(self._stops),
+            more=self._planned + last < self._longest,
+        )
+
+    def _beginning(self, count: int) -> tuple[Rows, Int32, Int32]:
+        """The rows in whose turn it is to begin a block in the next `count` steps, in order, at most once each.
+
+        With how many blocks they lack then, and in which of the steps that is, counted from 0.
+        """
+        steps = range(self._planned + 1, self._planned + count + 1)
+        places = [self._of_phase[-step % self._kv.block_size] for step in steps]
+        step_of = np.repeat(np.arange(count, dtype=np.int32), [of_step.size for of_step in places])
+        joined = np.concatenate(places)
+        rows = self._rows[joined]
+        return rows, self._kv.lacking(rows, self._computed[joined] + step_of + np.int32(self._planned + 1)), step_of
+
+    def goes_on(self, tokens: Int32) -> bool:
+        """Whether none of the tokens [size] of the oldest step without result may end a request."""
+        if self._taken + len(self._passed) + 1 >= self._last_tokens:
             return False
-        if len(self._stops) <= FEW_STOPS:
-            if any(np.count_nonzero(tokens == stop) for stop in self._stops):
-                return False
-        elif np.isin(tokens, self._stops).any():
-            return False
+        return not has_any(tokens, self._stops)
+
+    def passes(self, tokens: Int32) -> None:
+        """A step that was foreseen has given the rows these tokens [size], with which all goes on."""
+        self._passed.append(tokens)
+
+    def catch_up(self) -> int:
+        """Do for all steps that were passed what `plan` and `take` would have done; how many they are."""
+        count = len(self._passed)
+        if not count:
+            return 0
+        rows, lacking, _ = self._beginning(count)
+        if lacking.any():
+            self._kv.grow(rows, lacking)
+        self._batch.tokens.reshape(-1)[self._at[:, None] + np.arange(count)] = np.stack(self._passed, axis=1)
+        full = [self._full_at(taken) for taken in range(self._taken, self._taken + count) if taken != self._named_at]
+        self._planned += count
+        self._taken += count
+        self._at += count
+        self._named_at = self._taken - 1
+        self._passed.clear()
+        self._name(full)
+        return count
+
+    def take(self, tokens: Int32) -> None:
+        """Give the rows the tokens [size] of the oldest step in flight, with which all goes on."""
         self._batch.tokens.reshape(-1)[self._at] = tokens
         self._at += 1
         self._taken += 1
         if self._names_early and self._in_flight + self._planned > self._taken:
             self._name_full()
-        return True
 
     def outputs(self, step: int, tokens: Int32) -> StepOutputs:
         """What the frontends are told of a step's `tokens` [size]."""
@@ -123,29 +190,39 @@ class Steady:
 
     def _name_full(self) -> None:
         """Let blocks be found whose last token came with the last step taken."""
-        if self._named_at == self._taken:
-            return
-        self._named_at = self._taken
+        if self._named_at != self._taken:
+            self._named_at = self._taken
+            self._name([self._full_at(self._taken)])
+
+    def _full_at(self, taken: int) -> tuple[Places, Int32]:
+        """The places of rows that filled a block with the step taken as this one, and how long they were then."""
         # A row's phase counts from its last computed token, which is `in_flight` - 1 ahead of its last known one
-        full = self._of_phase[(self._in_flight - self._taken - 2) % self._kv.block_size]
-        if full.size:
-            self._kv.name_full(self._rows[full], self._known[full] + self._taken)
+        full = self._of_phase[(self._in_flight - taken - 2) % self._kv.block_size]
+        return full, self._known[full] + np.int32(taken)
+
+    def _name(self, full: Sequence[tuple[Places, Int32]]) -> None:
+        """Let the last full blocks of rows be found, each row named once, given by their places and lengths."""
+        if any(places.size for places, _ in full):
+            rows = self._rows[np.concatenate([places for places, _ in full])]
+            self._kv.name_full(rows, np.concatenate([lengths for _, lengths in full]))
 
 
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _NO_BLOCKS: list[int] = []
 
 
-def _stops_of(batch: Batch, rows: Rows) -> list[int]:
-    """All tokens that any of `rows` stops at."""
-    stops = dict.fromkeys(np.unique(batch.stops[rows]).tolist())
-    stops.pop(NONE, None)
+def _stops_of(batch: Batch, rows: Rows) -> Int32:
+    """All tokens that any of `rows` stops at, each where it comes first."""
+    stops, places = np.unique(batch.stops[rows], return_index=True)
+    found = dict.fromkeys(stops[np.argsort(places)].tolist())
+    found.pop(NONE, None)
     for row in rows.tolist() if batch.many_stops else ():
-        stops |= dict.fromkeys(batch.many_stops.get(row, ()))
-    return list(stops)
+        if row in batch.many_stops:
+            found |= dict.fromkeys(stops_of(batch.request(row)))
+    return np.array(list(found), np.int32)
 
 
-def _addressees(batch: Batch, rows: Rows) -> list[tuple[int, Ints, npt.NDArray[np.intp] | None]]:
+def _addressees(batch: Batch, rows: Rows) -> list[tuple[int, Ints, Places | None]]:
     """Each frontend that has requests in `rows`, their handles, and their places if it does not have all."""
     frontends = batch.frontend[rows]
     handles = batch.handle[rows]

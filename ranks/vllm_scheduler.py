@@ -362,6 +362,15 @@ class VllmScheduler:
         self._finished_names.clear()
         return self._dispatch(step, now, output) if output.num_scheduled_tokens else None
 
+    def may_stand(self) -> bool:
+        return False
+
+    def stand(self, first_step: int, after: int, most: int) -> None:
+        return None
+
+    def stand_down(self, next_step: int) -> None:
+        raise AssertionError("nothing stands")
+
     def update(self, result: StepResult) -> StepOutputs:
         step = self._steps[0]
         tokens = unpack_ints(result.tokens).tolist()

@@ -100,6 +100,9 @@ class Tracker:
                 found.add(name)
         if item.type == "PartialSchedule":
             found |= self._schedule(peer, fields)
+        elif item.type == "StandingSchedule":
+            for step in range(fields["first_step"], fields["first_step"] + fields["num_steps"]):
+                found |= self._schedule(peer, {"again": True, "step": step})
         elif item.type == "StepResult":
             found |= self._of_step.pop((*peer, fields["step"]), frozenset())
         return frozenset(found)

@@ -47,6 +47,7 @@ PLAIN = frozenset(
         "indices",
         "mask_places",
         "mask_rows",
+        "num_blocks",
         "num_drafts",
         "num_tokens",
         "positions",

@@ -62,11 +62,15 @@ class Merged:
 
 @dataclass(slots=True)
 class Step:
-    """A rank's step. Spans of the rank, the executor and the frontends, as far as their journals tell of them."""
+    """A rank's step. Spans of the rank, the executor and the frontends, as far as their journals tell of them.
+
+    One that stood was said ahead of time: it begins, with `schedule` and `held`, when it is merged.
+    """
 
     key: StepKey
     rows: int
     schedule: Span
+    stood: bool = False
     held: Span | None = None
     merged: Merged | None = None
     update: Span | None = None
@@ -125,6 +129,9 @@ class _Frame(msgspec.Struct):
     resumed: list[_Setup] = []
     requests: list[_Added] = []
     request_id: str = ""
+    first_step: int = 0
+    num_steps: int = 0
+    next_step: int | None = None
 
 
 class _Run(msgspec.Struct):
@@ -248,11 +255,15 @@ class _Rank(_Reader):
         self._rows: dict[int, str] = {}
         self._last = b""
         """The rows of the last schedule, which may run again."""
+        self._newest = -1
+        """The last step that stood."""
 
     def _effect(self, effect: EffectRecord, span: Span) -> tuple[str, str] | None:
         if not isinstance(effect.subject, Peer) or effect.subject.role != "executor":
             return None
         frame = _frame(effect.data)
+        if frame.type == "StandingSchedule":
+            return self._let_stand(frame, span)
         if frame.type != "PartialSchedule" or frame.step is None:
             return None
         key = StepKey(self._process, frame.step)
@@ -262,7 +273,18 @@ class _Rank(_Reader):
             self._follow(key, frame, span)
         return "schedule", f"step {frame.step}"
 
+    def _let_stand(self, frame: _Frame, span: Span) -> tuple[str, str]:
+        self._newest = frame.first_step + frame.num_steps - 1
+        for number in range(frame.first_step, self._newest + 1):
+            key = StepKey(self._process, number)
+            self._timeline.steps[key] = Step(key, len(self._last) // 4, span, stood=True)
+            if self._timeline.requests:
+                self._follow(key, frame, span)
+        return "schedule", f"steps {frame.first_step} to {self._newest}"
+
     def _received(self, peer: Process, frame: _Frame, span: Span) -> tuple[str, str]:
+        for number in range(self._newest + 1 if frame.next_step is None else frame.next_step, self._newest + 1):
+            self._timeline.steps.pop(StepKey(self._process, number), None)
         if frame.type == "StepResult" and frame.step is not None:
             step = self._timeline.steps.get(StepKey(self._process, frame.step))
             if step is not None:
@@ -314,6 +336,8 @@ class _Executor(_Reader):
             if step is not None:
                 step.held = span
             return "hold", f"step {frame.step} of {peer}"
+        if frame.type == "StandingSchedule":
+            self._ranks[peer.number] = peer
         return super()._received(peer, frame, span)
 
     def _effect(self, effect: EffectRecord, span: Span) -> tuple[str, str] | None:
@@ -328,6 +352,8 @@ class _Executor(_Reader):
         for key in parts:
             if (step := self._timeline.steps.get(key)) is not None:
                 step.merged = merged
+                if step.stood:
+                    step.schedule = step.held = Span(span.begin, span.begin)
         return "merge", f"step {run.number}"
 
     def _posted(self, kind: str, data: msgspec.Raw, span: Span) -> tuple[str, str]:

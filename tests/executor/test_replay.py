@@ -58,7 +58,7 @@ def test_replays_without_a_difference(tmp_path: Path, seed: int) -> None:
     outcome = replay(journal, journal.header(), run_model=False)
     assert outcome.difference is None
     assert outcome.damage is None
-    assert outcome.events > 150
+    assert outcome.events > 120
     assert outcome.frames > 50
 
 

@@ -7,7 +7,18 @@ from typing import Any, Self
 from bus.config import Config
 from bus.core import Drained, Effect, Event, Peer, PeerDown, PeerUp, Received, Send, Tick
 from bus.links import Identity
-from bus.messages import AnyCommand, CommandRequest, Error, KvPool, Message, PartialSchedule, Reply, Role
+from bus.messages import (
+    AnyCommand,
+    CommandRequest,
+    Error,
+    KvPool,
+    Message,
+    PartialSchedule,
+    Recall,
+    Reply,
+    Role,
+    StandingSchedule,
+)
 from bus.shell import Shell, new_incarnation
 from tests.ranks.toy import ToyExecutor
 
@@ -64,11 +75,22 @@ class _ExecutorCore(_Recorder):
         effects = super()._take(event)
         if isinstance(event, PeerUp):
             return [Send(event.peer, self.pool)]
-        if isinstance(event, Received) and isinstance(event.message, PartialSchedule):
-            self.toy.run(event.message)
+        if isinstance(event, Received):
+            effects += self._schedule(event.peer, event.message)
         if not self.held and self.peers:
-            effects += [Send(self.peers[0], self.toy.take()) for _ in range(len(self.toy.results))]
+            while self.toy.results:
+                effects.append(Send(self.peers[0], self.toy.take()))
         return effects
+
+    def _schedule(self, peer: Peer, message: Message) -> list[Effect]:
+        match message:
+            case PartialSchedule():
+                self.toy.run(message)
+            case StandingSchedule():
+                self.toy.stand(message)
+            case Recall():
+                return [Send(peer, self.toy.recall(message))]
+        return []
 
 
 class _Side:

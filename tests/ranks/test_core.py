@@ -9,6 +9,7 @@ from bus.config import Config
 from bus.core import Drained, Event, Peer, PeerDown, PeerUp, Posted, Received, Send, Stop, Tick, WakeAt
 from bus.counters import Counters
 from bus.messages import (
+    PROTOCOL_MINOR,
     AbortRequests,
     Adapters,
     AdaptersHeld,
@@ -41,6 +42,7 @@ from bus.messages import (
     Schedule,
     SetPause,
     Shutdown,
+    StandingSchedule,
     StepResult,
     StopTurn,
     TokenCount,
@@ -57,6 +59,7 @@ from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused
 from tests.ranks.toy import request
 
 EXECUTOR = Peer("step", "executor", 0, 100)
+STOP = 99
 POOL = KvPool(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)
 
 
@@ -73,6 +76,8 @@ class FakeScheduler:
         self.steps: dict[int, list[tuple[int, int]]] = {}
         self.ending: set[tuple[int, int]] = set()
         self.steady = False
+        self.stands = False
+        self.stood_down: list[int] = []
         self.pause: PauseState = "unpaused"
         self.calls = 0
         self.turns: StepOutputs = []
@@ -91,6 +96,25 @@ class FakeScheduler:
 
     def is_steady(self) -> bool:
         return self.steady
+
+    def may_stand(self) -> bool:
+        return self.stands
+
+    def stand(self, first_step: int, after: int, most: int) -> StandingSchedule | None:
+        if not self.stands:
+            return None
+        count = min(most, 4)
+        for step in range(first_step, first_step + count):
+            self.steps[step] = list(self.requests)
+        nothing = pack_ints([0] * count)
+        stops = pack_ints([STOP])
+        return StandingSchedule(
+            first_step=first_step, num_steps=count, after=after, num_blocks=nothing, stop_token_ids=stops, more=True
+        )
+
+    def stand_down(self, next_step: int) -> None:
+        self.stood_down.append(next_step)
+        self.steps = {step: keys for step, keys in self.steps.items() if step < next_step}
 
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
         if turn.close:
@@ -245,7 +269,11 @@ class Rank:
         return [effect for effect in effects if effect not in self.loads]
 
     def start(self, *frontends: int) -> None:
-        self.give(*(PeerUp(frontend(i)) for i in frontends), PeerUp(EXECUTOR), Received(EXECUTOR, POOL))
+        self.give(*(PeerUp(frontend(i)) for i in frontends), PeerUp(EXECUTOR, PROTOCOL_MINOR), Received(EXECUTOR, POOL))
+
+    def greeting(self, minor: int) -> tuple[Event, Event]:
+        """The executor is there again, with a protocol of this minor version."""
+        return PeerUp(EXECUTOR, minor), Received(EXECUTOR, POOL)
 
     def add(self, index: int, *handles: int, adapter: str = "") -> list[Any]:
         asked = [request(handle, [1, 2, 3], adapter=adapter) for handle in handles]

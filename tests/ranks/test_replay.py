@@ -90,11 +90,18 @@ class Traffic:
             self._feed(Drained(self._now))
 
     def _feed(self, event: Any) -> None:
+        answers: list[m.Message] = []
         for effect in self._core.handle(event):
             if isinstance(effect, Send) and isinstance(effect.message, m.PartialSchedule):
                 self._executor.run(effect.message)
+            if isinstance(effect, Send) and isinstance(effect.message, m.StandingSchedule):
+                self._executor.stand(effect.message)
+            if isinstance(effect, Send) and isinstance(effect.message, m.Recall):
+                answers.append(self._executor.recall(effect.message))
             if isinstance(effect, Compile):
                 self._asked.append(effect)
+        for answer in answers:
+            self._feed(Received(self._executor_peer, answer))
 
     def _compiled(self) -> None:
         """A grammar comes back, or why it does not; the executor that its request ran on may be gone."""
@@ -110,7 +117,7 @@ class Traffic:
     def _start(self, bus: str, role: Any, index: int) -> Peer:
         self._starts += 1
         peer = Peer(bus, role, index, self._starts)
-        self._feed(PeerUp(peer))
+        self._feed(PeerUp(peer, m.PROTOCOL_MINOR))
         return peer
 
     def _begin_executor(self) -> None:
@@ -164,13 +171,13 @@ class Traffic:
     def _result(self) -> None:
         if not self._executor.results:
             return
-        result = self._executor.take()
-        tokens = unpack_ints(result.tokens).tolist()
+        results = self._executor.results
+        tokens = unpack_ints(results[0].tokens).tolist()
         if tokens[0] >= 0 and self._random.random() < 0.1:
             pair, values = pack_ints([tokens[0], 1]), pack_floats([-0.5, -1.0])
             logprobs = m.Logprobs(owner=0, positions=1, token_ids=pair, values=values, ranks=pack_ints([1]))
-            result = msgspec.structs.replace(result, logprobs=[logprobs])
-        self._feed(Received(self._executor_peer, result))
+            results[0] = msgspec.structs.replace(results[0], logprobs=[logprobs])
+        self._feed(Received(self._executor_peer, self._executor.take()))
 
     def _abort(self) -> None:
         handles = pack_ints([self._random.randint(1, self._handle + 1)])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from bus.messages import (
     EMPTY,
@@ -27,14 +28,18 @@ from bus.messages import (
     PartialSchedule,
     Pooled,
     Pooling,
+    Recall,
+    Recalled,
     ResumeRow,
     Sampling,
+    StandingSchedule,
     StepResult,
 )
 from bus.wire import pack_floats, pack_ints, unpack_ints
 from executor.checks import Limits
 from executor.merge import Merger
 from executor.rows import Rows
+from executor.standing import Standing
 from executor.step import Part
 from tests.tiny_model import SPECIAL, write_tiny_llama, write_tokenizer
 
@@ -184,6 +189,10 @@ class ToyExecutor:
     most_drafts: int = 0
     draws_drafts: bool = False
     """Whether it has a draft model, which is often right."""
+    async_depth: int = 1
+    """Steps that stand begin until there are so many without result."""
+    standing: Standing = field(default_factory=Standing)
+    last_step: int = -1
     results: deque[StepResult] = field(default_factory=deque)
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -216,7 +225,22 @@ class ToyExecutor:
         self.adapters: list[tuple[str, str, str]] = []
         """Which adapter rows were set up with: how, by which request."""
 
+    def stand(self, schedule: StandingSchedule) -> None:
+        assert not self.standing.fault_of(schedule)
+        assert schedule.first_step == 1 + (self.standing.last_step if self.standing else self.last_step)
+        self.standing.add(schedule)
+        self._go_on()
+
+    def recall(self, recall: Recall) -> Recalled:
+        self.standing.clear()
+        return Recalled(number=recall.number, next_step=self.last_step + 1)
+
+    def _go_on(self) -> None:
+        while self.standing and len(self.results) < self.async_depth:
+            self.run(self.standing.take())
+
     def run(self, schedule: PartialSchedule) -> None:
+        self.last_step = schedule.step
         rows = self.last_rows = self.last_rows if schedule.again else unpack_ints(schedule.rows).tolist()
         counts = unpack_ints(schedule.num_tokens).tolist() or [1] * len(rows)
         self.again += schedule.again
@@ -286,6 +310,9 @@ class ToyExecutor:
         part, result = self.in_flight_parts.popleft(), self.results.popleft()
         if result.counts.nbytes:
             self.merger.judged([part], unpack_ints(result.counts))
+        if self.standing.end_by(result):
+            return structs.replace(result, next_step=self.last_step + 1)
+        self._go_on()
         return result
 
     def _prompt(self, number: int, count: int) -> Logprobs | None:

@@ -1,11 +1,14 @@
 """Whole engines from a seed, with either scheduler in the ranks: right tokens, right KV, and nothing left over."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from bus.config import Config
+from bus.messages import Message, Recall, StandingSchedule
 from tests.simulation.world import VOCAB, World, generate, load_native
 
 
@@ -27,6 +30,7 @@ def settings(draw: random.Random) -> Config:
         block_size=8,
         num_blocks=draw.choice([45, 90]),
         async_depth=draw.choice([1, 2, 2]),
+        standing_steps=draw.choice([0, 1, 5, 16, 16]),
         batching_window_ms=draw.choice([0.0, 2.0]),
         enable_prefix_caching=draw.random() < 0.8,
         speculation=draw.choice(["off", "ngram"]),
@@ -78,6 +82,42 @@ def test_every_request_is_answered_as_if_it_were_alone(load_scheduler: Any, seed
             assert answer.ended is not None
             assert (answer.ended.reason, answer.tokens) == ("length", expected)
     check_nothing_is_left(world)
+
+
+def test_steps_stand_and_are_taken_back_at_any_time() -> None:
+    """Requests are long and stop at tokens, come late and are aborted, so that much of what stands is void."""
+    sent: Counter[type[Message]] = Counter()
+    for seed in range(40):
+        sent += _sent_with_stops(seed, random.Random(2000 + seed))
+    assert sent[StandingSchedule] > 400
+    assert sent[Recall] > 30
+
+
+def _sent_with_stops(seed: int, draw: random.Random) -> Counter[type[Message]]:
+    config = structs.replace(settings(draw), speculation="off", standing_steps=draw.choice([1, 2, 5, 16]))
+    world = World(seed, config, load_native)
+    world.run_until(lambda: world.ready)
+    expected = {}
+    for name, (prompt, _) in requests(draw, 8).items():
+        stops = draw.sample(range(VOCAB), draw.choice([0, 1, 3, 6]))
+        expected[name] = until_stop(generate(prompt, 30), stops)
+        world.add(name, prompt, 30, stops)
+        for _ in range(draw.choice([5, 60, 400])):
+            world.turn()
+        if draw.random() < 0.2:
+            world.abort(name)
+            expected.pop(name)
+    for name, tokens in expected.items():
+        world.run_until(lambda answer=world.answers[name]: answer.ended is not None)
+        assert world.answers[name].tokens == tokens, f"{name} of seed {seed}"
+    check_nothing_is_left(world)
+    return world.sent
+
+
+def until_stop(tokens: list[int], stops: list[int]) -> list[int]:
+    """All up to the first that is a stop, and that."""
+    last = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[: last + 1]
 
 
 @pytest.mark.parametrize("seed", range(12))

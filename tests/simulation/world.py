@@ -5,7 +5,7 @@ so that a wrong position, block, row or prefix-cache hit shows at once, and not 
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +155,8 @@ class World:
         self.now = 0.0
         self.answers: dict[str, Answer] = {}
         self.status: StatusUpdate | None = None
+        self.sent: Counter[type[Message]] = Counter()
+        """How many messages of each type were sent."""
         self._next_tick = 0.0
         self._incarnations = 0
         self._load_scheduler = load_scheduler
@@ -196,10 +198,10 @@ class World:
                 self._feed(process, PeerUp(Peer(bus, *there, peer.incarnation), PROTOCOL_MINOR))
                 self._feed(peer, PeerUp(Peer(bus, *name, process.incarnation), PROTOCOL_MINOR))
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> None:
         """Start a request at the frontend."""
         self.answers[request_id] = Answer()
-        sampling = Sampling(seed=1, max_tokens=max_tokens)
+        sampling = Sampling(seed=1, max_tokens=max_tokens, stop_token_ids=list(stops))
         call = AddCall(request_id=request_id, prompt_token_ids=pack_ints(list(prompt)), sampling=sampling)
         self._feed(self._processes["frontend", 0], Posted(call))
 
@@ -285,6 +287,7 @@ class World:
             case Send(peer, message):
                 key = (peer.bus, process.name, (peer.role, peer.index))
                 self._links.setdefault(key, deque()).append((message, process.incarnation, peer.incarnation))
+                self.sent[type(message)] += 1
             case RunStep():
                 process.steps.append(effect)
                 assert len(process.steps) <= self.config.async_depth

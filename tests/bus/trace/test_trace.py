@@ -7,7 +7,17 @@ import pytest
 
 from bus.core import Peer
 from bus.journal.reader import find
-from bus.messages import AddRequest, AddRequests, NewRow, Outputs, PartialSchedule, ResumeRow, Sampling, StepResult
+from bus.messages import (
+    AddRequest,
+    AddRequests,
+    NewRow,
+    Outputs,
+    PartialSchedule,
+    ResumeRow,
+    Sampling,
+    StandingSchedule,
+    StepResult,
+)
 from bus.trace.command import main
 from bus.trace.coverage import Pieces, coverage
 from bus.trace.timeline import Process, StepKey, read
@@ -109,6 +119,28 @@ def test_a_step_is_taken_to_pieces_that_name_whom_it_waits_for(tmp_path: Path) -
     run = Run(tmp_path)
     two_steps(run)
     assert pieces(run.write(), 5) == FIRST
+
+
+def test_a_step_that_stood_begins_when_it_is_merged_and_void_ones_are_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, depth=1)
+    message = PartialSchedule(step=0, rows=pack_ints([3]))
+    run.schedule(0, 2, 3, message)
+    ahead = StandingSchedule(first_step=1, num_steps=3, after=-1, num_blocks=pack_ints([0, 0, 0]))
+    run.turn(("rank", 0), 3, 4, ("drained", None, 0.0), (EXECUTOR, ahead))
+    run.turn(("executor", 0), 5, 6, received(RANKS[0], message))
+    run.turn(("executor", 0), 6, 7, received(RANKS[0], ahead))
+    for number, begin in ((0, 8), (1, 20)):
+        run.run_step(begin, begin + 1, number + 1, [(0, number)], [])
+        run.done(begin + 10, begin + 11, number + 1, (begin + 1, begin + 2), 7)
+        result = StepResult(step=number, tokens=pack_ints([9]), next_step=2 if number else None)
+        run.turn(("rank", 0), begin + 11, begin + 12, received(EXECUTOR, result))
+    folder = run.write()
+    assert pieces(folder, 1)[:3] == [
+        (20, 20, "schedule", "1 rows"),
+        (20, 21, "merge", "of 1 ranks"),
+        (21, 22, "dispatch", ""),
+    ]
+    assert [key.number for key in read(find([str(folder)])).steps] == [0, 1]
 
 
 def test_where_one_step_may_be_in_flight_the_next_waits_for_it(tmp_path: Path) -> None:

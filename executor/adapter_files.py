@@ -77,7 +77,7 @@ def read(folder: Path, name: str, shapes: Mapping[str, tuple[int, int]], max_ran
         raise AdapterError(f"{config} is no JSON object")
     rank, scale = _check(settings, config, {matrix.rpartition(".")[2] for matrix in shapes}, max_rank)
     try:
-        with safe_open(weights, framework="flax") as file:  # numpy's would not take bfloat16
+        with safe_open(weights, framework="numpy") as file:
             tensors = Tensors(dict.fromkeys(file.keys(), file))
             return AdapterWeights(identity, _factors(tensors, weights, shapes, rank, scale))
     except (OSError, SafetensorError) as error:

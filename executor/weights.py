@@ -160,7 +160,7 @@ def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 def _open(path: Any) -> Any:
     try:
-        return safe_open(path, framework="flax")  # numpy's would not take bfloat16
+        return safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
 

@@ -23,11 +23,11 @@ from bench.scheduler import ROOT
 from bench.scheduler import Engine as StubEngine
 from bus import model_files
 from bus.config import load
-from bus.core import Core, Event, Send
+from bus.core import Core, Event, Received, Send
 from bus.journal import recorder
 from bus.journal.reader import Journal, Record, find
 from bus.links import Identity
-from bus.messages import PartialSchedule
+from bus.messages import StepResult
 from bus.replay import EventReader, Replay, Subject, config_of
 from bus.replay_command import replay, subject_of
 from bus.trace.coverage import Coverage, Pieces, coverage
@@ -120,12 +120,8 @@ def stub_workload(folder: Path) -> tuple[dict[str, float], float]:
     outcome = replay(rank, rank.header())
     seconds = time.perf_counter() - begin
     assert outcome.difference is None
-    schedules = sum(
-        isinstance(effect, Send) and isinstance(effect.message, PartialSchedule)
-        for one in given(rank)
-        for effect, _ in one.effects
-    )
-    return costs, schedules / seconds
+    done = sum(isinstance(one.event, Received) and isinstance(one.event.message, StepResult) for one in given(rank))
+    return costs, done / seconds
 
 
 def tokens_per_s(engine: Engine) -> float:

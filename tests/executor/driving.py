@@ -79,6 +79,14 @@ class Driver:
             self._free[where[0]] += self.rows.pop(where).blocks
             self._random.shuffle(self._free[where[0]])
 
+    def clear(self) -> None:
+        """Stop all rows, and forget what was told of them."""
+        for where in list(self.rows):
+            self.stop(where)
+        self._setups.clear()
+        for told in (self.logprobs, self.all_logprobs, self.prompt_logprobs, self.pooled):
+            told.clear()
+
     def history(self, where: Where) -> list[int]:
         """A row's tokens as they are on the device (of one shard), up to where the host knows them."""
         row = where[0] * self.config.max_num_seqs + where[1]

@@ -338,8 +338,7 @@ def test_needs_devices_as_those_that_the_blocks_were_laid_out_for(
         with_model(header)
 
 
-def test_scores_say_why_a_token_was_drawn(tiny_model: Path, engine_cache: Path) -> None:
-    driver = Driver(tiny_model, engine_cache)
+def test_scores_say_why_a_token_was_drawn(driver: Driver) -> None:
     drawn = Sampling(seed=2**62 + 5, max_tokens=99, temperature=0.8, presence_penalty=0.5, logit_bias={7: 3.0})
     where = {(0, 1): GREEDY, (1, 0): drawn, (1, 2): msgspec.structs.replace(drawn, seed=3, temperature=3.0)}
     for place, sampling in where.items():

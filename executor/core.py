@@ -455,7 +455,7 @@ class ExecutorCore:
             self._merger.judged(parts, done.sampled.counts)
         for rank, result in zip(owners, results, strict=True):
             rank.in_flight -= 1
-            if self._ranks[rank.peer.index] is not rank:
+            if not self._is_up(rank):
                 self._counters.add("executor_dropped_results")
                 continue
             if rank.standing.end_by(result):
@@ -468,7 +468,12 @@ class ExecutorCore:
         self._counters.add("executor_nan_rows", int(np.count_nonzero(done.sampled.tokens == -2)))
         self._counters.add("executor_dispatch_seconds", done.dispatch_s)
         self._counters.add("executor_device_seconds", done.device_s)
+        if all(rank.pending for rank in owners if self._is_up(rank)):
+            return [*self._schedule(self._now), *effects]  # the device waits for nobody to hear of its last step
         return effects
+
+    def _is_up(self, rank: _Rank) -> bool:
+        return self._ranks[rank.peer.index] is rank
 
     # How it does
 

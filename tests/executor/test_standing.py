@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from bus.config import Config
-from bus.core import Received
+from bus.core import Posted, Received, Send
 from bus.messages import MOST_STANDING_STEPS, Error, PartialSchedule, Recall, Recalled, StandingSchedule, StepResult
 from bus.wire import pack_ints, unpack_ints
+from executor.core import RunStep, StepDone
+from executor.step import SampledStep
 from tests.executor.test_core import CONFIG, Bench, decoding, rank
 
 STOP = 13
@@ -200,3 +203,15 @@ def test_tokens_of_a_rank_end_only_what_stands_of_that_rank() -> None:
     told = {send.peer.index: send.message for send in bench.sent if isinstance(send.message, StepResult)}
     assert (told[0].next_step, told[1].next_step) == (None, 3)
     assert unpack_ints(told[0].tokens).tolist() == [STOP]
+
+
+def test_the_device_has_its_next_step_before_ranks_hear_of_the_last() -> None:
+    bench = Bench(Config(ranks=3, max_num_seqs=CONFIG.max_num_seqs, async_depth=1))
+    bench.up(0)
+    bench.send(0, 1)
+    bench.drain()
+    stand(bench, 2, 4, after=0)
+    run = bench.queued.popleft()
+    done = StepDone(run.number, SampledStep(np.array([9], np.int32)), 0.01)
+    effects = list(bench.core.handle(Posted(done)))
+    assert [type(effect) for effect in effects] == [RunStep, Send]

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -42,8 +42,23 @@ PEER = "tpu-inference==0.32.0"
 SIZES = ((2, 16), (2, 64), (2, 256), (2, 1024), (8, 32))
 SKIP, STEPS = 100, 600
 CHURN_TOKENS = 20
+CHURN_SPARE = 4
+"""For so many rows of a rank there is a request more, so that one waits for each row that becomes free."""
+FULL = 0.9
+"""With so large a part of the rows running, steps in which requests begin and end count as full."""
 MAX_TOKENS = 3900
 READY_S = 30.0
+
+
+class Step(NamedTuple):
+    """What the stub says of a merged step."""
+
+    done: float
+    sequences: int
+    ranks: int
+    """So many took part."""
+    begun: int
+    """Requests that began with it."""
 
 
 class Engine:
@@ -95,15 +110,23 @@ class Engine:
             for number in range(count)
         ]
 
-    def close(self) -> list[tuple[float, int, bool]]:
-        """End the processes; when each step was done, its sequences, and whether each had one token."""
+    def cpu_ms(self) -> dict[str, float]:
+        """Milliseconds of CPU that each process has taken so far; of the ranks, the mean."""
+        taken = [
+            sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
+            / 1e6
+            for process in self.processes
+        ]
+        return {"executor": taken[0], "frontend": taken[1], "rank": statistics.fmean(taken[2:])}
+
+    def close(self) -> list[Step]:
+        """End the processes; what the stub says of each step."""
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             process.wait(10)
         self._log.close()
-        steps: list[tuple[float, int, bool]] = json.loads(self._steps.read_text())
-        return steps
+        return [Step(*line) for line in json.loads(self._steps.read_text())]
 
 
 def figures(times_ms: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
@@ -115,41 +138,59 @@ def figures(times_ms: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, floa
     }
 
 
-def step_times(steps: list[tuple[float, int, bool]], total: int, told: str) -> dict[str, float]:
+def step_times(steps: list[Step], total: int, told: str) -> dict[str, float]:
     """Figures of the times in which `total` sequences advance by one token, once all streams have begun.
 
     With every rank in every merged step, that is the time from one step to the next; if ranks run in turns, it is the
-    time of all their turns. `told` is what the client printed.
+    time of all their turns. `told` is what the client printed. Beside the times there are the mean of the merged steps'
+    `sequences`, and how many requests `begun` in such a time.
     """
     client = json.loads(told)
-    ends = np.array([end for end, _, _ in steps])
-    done = np.cumsum([size for _, size, _ in steps]) / total
+    ends = np.array([step.done for step in steps])
+    done = np.cumsum([step.sequences for step in steps]) / total
     within = (ends > client["all_begun"]) & (ends < client["end"])
     whole = np.arange(np.ceil(done[within][0]), np.floor(done[within][-1]))
     times = np.diff(np.interp(whole, done, ends))[SKIP : SKIP + STEPS]
     if times.size < STEPS // 4:
         raise SystemExit(f"only {times.size} steps while all streams were open; let the clients run longer")
-    return figures(times * 1e3)
+    counted = [step for step, counts in zip(steps, within, strict=True) if counts]
+    sequences = sum(step.sequences for step in counted)
+    return figures(times * 1e3) | {
+        "sequences": sequences / len(counted),
+        "begun": sum(step.begun for step in counted) / sequences * total,
+        "rows_of_rank": sequences / sum(step.ranks for step in counted),
+    }
+
+
+def run_streams(engine: Engine, streams: int, total: int, *options: str) -> dict[str, float]:
+    """`step_times` of `streams` that one client has open, and per step the milliseconds of CPU of each process."""
+    engine.wait_for_ranks()
+    before = engine.cpu_ms()
+    (client,) = engine.clients(1, streams, 1, *options)
+    told, _ = client.communicate()
+    after = engine.cpu_ms()
+    steps = engine.close()
+    count = sum(step.sequences for step in steps) / total
+    return step_times(steps, total, told) | {f"cpu {name}": (after[name] - before[name]) / count for name in after}
 
 
 def steady(ranks: int, rows: int, depth: int) -> tuple[dict[str, float], dict[str, float]]:
     """Step times in steady decode; and bytes per step and rank on the step bus, each way."""
     engine = Engine(ranks=ranks, max_num_seqs=rows, async_depth=depth)
-    engine.wait_for_ranks()
     total = ranks * rows
-    (client,) = engine.clients(1, total, 1, "--max-tokens", str(MAX_TOKENS))
-    told, _ = client.communicate()
-    return step_times(engine.close(), total, told), wire_bytes(rows)
+    return run_streams(engine, total, total, "--max-tokens", str(MAX_TOKENS)), wire_bytes(rows)
 
 
 def churn(ranks: int, rows: int) -> dict[str, float]:
-    """Step times with 5% of the requests ending in each step, and as many beginning."""
-    engine = Engine(ranks=ranks, max_num_seqs=rows + rows // 8, async_depth=1)
-    engine.wait_for_ranks()
-    options = ("--max-tokens", str(CHURN_TOKENS), "--again", "--seconds", "8")
-    (client,) = engine.clients(1, ranks * rows, 1, *options)
-    told, _ = client.communicate()
-    return step_times(engine.close(), ranks * rows, told)
+    """Step times with 5% of the requests ending in each step, and as many beginning, which have been waiting by then.
+
+    Where the frontend has too little CPU to bring requests as fast as they end, rows stand empty however many wait for
+    it: `rows_of_rank` says how many ran.
+    """
+    engine = Engine(ranks=ranks, max_num_seqs=rows, async_depth=1)
+    streams = ranks * (rows + rows // CHURN_SPARE)
+    options = ("--max-tokens", str(CHURN_TOKENS), "--again", "--seconds", "12")
+    return run_streams(engine, streams, ranks * rows, *options)
 
 
 def client_tokens_per_s() -> float:
@@ -308,9 +349,27 @@ def main() -> None:
     )
     for name, own in [*ours.items(), ("2x256, two in flight", pipelined), ("2x256, 5% begin and end", churning)]:
         peer = dp.get({"2x256, 5% begin and end": "churn 2x256"}.get(name, name.partition(",")[0]))
-        told = (f"{peer['mean']:.2f}", f"{peer['mean'] / own['mean']:.1f}") if peer else ("", "")
+        told = [""] * 2
+        if peer:
+            means = [peer["mean"], *([peer["with_adds"]] if own is churning else [])]
+            told = [
+                " / ".join(f"{mean:.2f}" for mean in means),
+                " / ".join(f"{mean / own['mean']:.1f}" for mean in means),
+            ]
         table.add_row(name, *(f"{own[key]:.2f}" for key in ("mean", "median", "p99")), *told)
     console.print(table)
+    console.print("Where two figures are given for DPScheduler, the second has the time of adding the requests in it.")
+    for name, own in (("2x256", ours["2x256"]), ("2x256, 5% begin and end", churning)):
+        cpu = ", ".join(f"{key[4:]} {value:.2f}" for key, value in own.items() if key.startswith("cpu "))
+        console.print(
+            f"{name}: {own['sequences']:.0f} sequences in a merged step, {own['rows_of_rank']:.0f} of a rank; "
+            f"{own['begun']:.1f} requests begin in a step; ms of CPU per step: {cpu} (each)"
+        )
+    if churning["rows_of_rank"] < FULL * 256:
+        console.print(
+            "Rows stood empty, since requests came more slowly than others ended: the time with 5% that begin and end "
+            "is that in which 512 tokens are drawn, by more than one step."
+        )
     for count, figure in peers["vllm"].items():
         console.print(f"vLLM's Scheduler in process, {count} requests: {figure['mean']:.2f} ms per step")
     console.print(f"Adding a request: {added['128']:.0f} µs at 128 tokens, {added['4096']:.0f} µs at 4,096")
@@ -326,7 +385,10 @@ def main() -> None:
         "step_ms_p99": {name: own["p99"] for name, own in ours.items()},
         "pipelined_step_ms": {"2x256": pipelined["mean"]},
         "churn_step_ms": {"2x256": churning["mean"]},
+        "churn_begun_per_step": {"2x256": churning["begun"]},
+        "churn_rows_of_rank": {"2x256": churning["rows_of_rank"]},
         "dpscheduler_churn_step_ms": {"2x256": dp["churn 2x256"]["mean"]},
+        "dpscheduler_churn_with_adds_step_ms": {"2x256": dp["churn 2x256"]["with_adds"]},
         "dpscheduler_step_ms": {name: dp[name]["mean"] for name in ours},
         "vllm_step_ms": {count: figure["mean"] for count, figure in peers["vllm"].items()},
         "add_us": added["128"],

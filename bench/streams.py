@@ -1,6 +1,7 @@
 """A client process that keeps many token streams open: ``python -m bench.streams ENDPOINT --streams 512 …``.
 
-Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another. It ends
+Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another, on
+the same rank. It ends
 when every stream has finished, or ``--seconds`` after every stream has begun, and prints what it counted as JSON.
 """
 
@@ -90,25 +91,23 @@ def main() -> None:
     for connection in connections:
         poller.register(connection.socket, zmq.POLLIN)
     by_socket = {connection.socket: connection for connection in connections}
-    names = itertools.count()
+    numbers = [itertools.count(rank, arguments.ranks) for rank in range(arguments.ranks)]
     open_streams = 0
 
-    def start(connection: Connection, max_tokens: int) -> None:
-        number = next(names)
-        connection.open(
-            f"{arguments.first}-{number}", arguments.prompt - number % BLOCK, max_tokens, number % arguments.ranks
-        )
+    def start(connection: Connection, max_tokens: int, rank: int) -> None:
+        number = next(numbers[rank])
+        connection.open(f"{arguments.first}-{number}", arguments.prompt - number % BLOCK, max_tokens, rank)
 
-    def ended(connection: Connection) -> None:
+    def ended(connection: Connection, name: str) -> None:
         nonlocal open_streams
         if arguments.again:
-            start(connection, arguments.max_tokens)
+            start(connection, arguments.max_tokens, int(name.rpartition("-")[2]) % arguments.ranks)
         else:
             open_streams -= 1
 
     for number in range(arguments.streams):
-        share = 1 + number % arguments.max_tokens if arguments.again else arguments.max_tokens
-        start(connections[number % len(connections)], share)
+        share = 1 + number // arguments.ranks % arguments.max_tokens if arguments.again else arguments.max_tokens
+        start(connections[number % len(connections)], share, number % arguments.ranks)
         open_streams += 1
     tokens = 0
     counts: list[tuple[float, int]] = []
@@ -126,10 +125,10 @@ def main() -> None:
                     if not silent:
                         all_begun = time.monotonic()
                         until = all_begun + arguments.seconds
-                for _ in message.finished:
-                    ended(connection)
+                for finished in message.finished:
+                    ended(connection, finished.request_id)
             elif isinstance(message, Finished):
-                ended(connection)
+                ended(connection, message.request_id)
             elif isinstance(message, Error):
                 raise SystemExit(f"refused: {message.message}")
     thinned = counts[:: max(1, len(counts) // 2000)]

@@ -1,8 +1,8 @@
 """The executor process without the model: everything but the jitted calls. ``python -m bench.stub_executor``.
 
 Schedules are merged, rows set up, block tables, positions and padded arrays built as for the device; then each row that
-samples gets token 100. When it ends, it writes when each step was done and how many sequences it had to the file that
-BENCH_STEPS names.
+samples gets token 100. When it ends, it writes to the file that BENCH_STEPS names, for each step, when it was done
+(monotonic), how many sequences it had, how many ranks took part, and how many requests began with it.
 """
 
 import json
@@ -37,8 +37,12 @@ class StubRunner:
         self._layout = layout
         self._placement = Placement(1, config.ranks, config.max_num_seqs)
         self._decode_sizes = sizes_up_to(self._placement.rows)
-        self.done: list[tuple[float, int, bool]] = []
-        """Per step: when it was done (monotonic), its sequences, and whether each of them has one token."""
+        self._done: list[tuple[float, Int32, int]] = []
+        """Per step: when it was done, the ranks of its sequences, and how many rows it set up."""
+
+    def steps(self) -> list[tuple[float, int, int, int]]:
+        """Per step: when it was done, its sequences, ranks that took part, and requests that began."""
+        return [(when, ranks.size, np.unique(ranks).size, begun) for when, ranks, begun in self._done]
 
     def dispatch(self, step: MergedStep) -> tuple[MergedStep, Int32]:
         for _ in self._placement.setup_pieces(step.setups) if step.setups else ():
@@ -55,7 +59,7 @@ class StubRunner:
         step, indices = handle
         tokens = np.full(step.rows.size, -1, np.int32)
         tokens[indices] = TOKEN
-        self.done.append((time.monotonic(), step.rows.size, bool((step.num_tokens == 1).all())))
+        self._done.append((time.monotonic(), step.ranks, len(step.setups)))
         return SampledStep(tokens)
 
 
@@ -83,7 +87,7 @@ def run(config: Config, me: Identity) -> None:
     signal.signal(signal.SIGTERM, lambda *_: shell.stop("the measurement is over"))
     shell.run()
     pipeline.stop(5)
-    Path(os.environ["BENCH_STEPS"]).write_text(json.dumps(runner.done))
+    Path(os.environ["BENCH_STEPS"]).write_text(json.dumps(runner.steps()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from bus.messages import Error, Floats, Ints, Message, Role
 
 ENVELOPE = struct.Struct("<QQ")
 
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_INT32, _UINT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
 _AS_ARRAY = (np.ndarray, list, tuple)
 """What numpy makes an array of at once."""
 
@@ -124,7 +124,7 @@ def unpack_ints(view: Ints | bytes) -> npt.NDArray[np.int32]:
 
 def all_below(values: npt.NDArray[np.int32], limit: int | npt.NDArray[np.uint32]) -> bool:
     """Whether all of `values` [n] are from 0 to `limit` - 1; `limit` is one for all, or one for each, uint32 [n]."""
-    unsigned = values.view(np.uint32)
+    unsigned = values.view(_UINT32)
     if isinstance(limit, int):
         return not unsigned.size or unsigned.item(unsigned.argmax()) < limit  # a third of the time that `max` takes
     return int(np.count_nonzero(unsigned < limit)) == unsigned.size

@@ -1,7 +1,6 @@
 """The requests that run: their rows, and everything about them that a step may change, in arrays by row."""
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +16,6 @@ NUM_STOPS = 4
 
 NONE = -1
 """Stands in arrays of token ids for no token."""
-
-_NO_STOPS = [NONE] * NUM_STOPS
 
 
 class Entry(NamedTuple):
@@ -72,6 +69,8 @@ class Batch:
         self.blocks = np.zeros((size, most_blocks), np.int32)
         self.stops = np.full((size, NUM_STOPS), NONE, np.int32)
         self.many_stops: dict[int, frozenset[int]] = {}
+        self._most_stops = 0
+        """So many a row has had at most, without those in `many_stops`."""
         self.held = np.zeros(size, np.bool_)
         self._free = deque(range(size))
         self._last_step = np.full(size, -1, np.int64)
@@ -114,6 +113,18 @@ class Batch:
         tokens: Int32 = self.tokens[row, : self.known[row]]
         return tokens
 
+    def last_tokens(self, rows: list[int]) -> list[int]:
+        """The last known token of each of these rows."""
+        held = np.array(rows, np.intp)
+        last: list[int] = _flat(self.tokens)[held * self.tokens.shape[1] + self.known[held] - 1].tolist()
+        return last
+
+    def next_to_name(self, rows: Rows, block_size: int) -> tuple[list[int], bytes]:
+        """The first block without a name of each of `rows`: the numbers, and the tokens, raw, one after the other."""
+        places = rows * self.blocks.shape[1] + self.num_named[rows]
+        blocks: list[int] = _flat(self.blocks)[places].tolist()
+        return blocks, self.tokens.reshape(-1, block_size)[places].tobytes()
+
     def append_tokens(self, rows: Rows, table: Int32, lengths: Int32) -> tuple[Int32, list[int]]:
         """Give `rows` [n] new tokens, the first `lengths` [n] of each line of `table` [n, widest], up to their end.
 
@@ -123,15 +134,14 @@ class Batch:
         got = lengths.copy()
         over: list[int] = []
         for column in range(table.shape[1]):
-            going, drawn = rows[places], table[places, column]
+            going, drawn = rows[places], table[:, column][places]
             size = self.known[going]
-            self.tokens[going, size] = drawn
+            _flat(self.tokens)[going * self.tokens.shape[1] + size] = drawn
             size += 1
             self.known[going] = size
             ended = size >= self.limit[going]
-            stopped = drawn[:, None] == self.stops[going]
-            if np.count_nonzero(stopped):
-                ended |= stopped.any(axis=1)
+            for stop in range(self._most_stops):
+                ended |= drawn == self.stops[:, stop][going]
             if self.many_stops:
                 tokens = zip(going.tolist(), drawn.tolist(), strict=True)
                 ended |= np.array([token in self.many_stops.get(row, ()) for row, token in tokens], np.bool_)
@@ -149,35 +159,25 @@ class Batch:
     def enter(self, entries: list[Entry]) -> None:
         """Fill the rows that `take_row` gave to these requests, which then run after all others, in this order."""
         rows = np.array([entry.request.row for entry in entries], np.intp)
-        columns = np.array(
-            [
-                (
-                    request.tokens.size,
-                    num_cached,
-                    request.limit,
-                    blocks.size,
-                    num_named,
-                    request.matcher is not None,
-                    _steps_alone(request),
-                    request.sampling.pooling is not None,
-                    request.frontend,
-                    request.handle,
-                    *self._stops_of(request),
-                )
-                for request, blocks, num_cached, num_named in entries
-            ],
-            np.int32,
-        ).T
-        self.known[rows], self.computed[rows], self.limit[rows], self.num_blocks[rows] = columns[:4]
-        self.num_named[rows], self.constrained[rows], self.alone[rows], self.pools[rows] = columns[4:8]
-        self.frontend[rows], self.handle[rows] = columns[8:10]
-        self.stops[rows] = columns[10:].T
         self.unseen[rows] = 0
         self.prefilling[rows] = False
+        self.stops[rows] = NONE
         self.held[rows] = True
-        for request, blocks, _, _ in entries:
-            self.tokens[request.row, : request.tokens.size] = request.tokens
-            self.blocks[request.row, : blocks.size] = blocks
+        for request, blocks, num_cached, num_named in entries:
+            row, tokens = request.row, request.tokens
+            self.tokens[row, : tokens.size] = tokens
+            self.known[row] = tokens.size
+            self.computed[row] = num_cached
+            self.limit[row] = request.limit
+            self.blocks[row, : blocks.size] = blocks
+            self.num_blocks[row] = blocks.size
+            self.num_named[row] = num_named
+            self.constrained[row] = request.matcher is not None
+            self.alone[row] = _steps_alone(request)
+            self.pools[row] = request.sampling.pooling is not None
+            self.frontend[row] = request.frontend
+            self.handle[row] = request.handle
+            self._set_stops(row, request)
         self.running = np.concatenate((self.running, rows))
 
     def take_row(self, request: Request) -> int:
@@ -210,15 +210,16 @@ class Batch:
             self._free.append(session.row)
         session.row = NONE
 
-    def _stops_of(self, request: Request) -> Sequence[int]:
-        """What a request stops at, as in `stops`; where there is more, it is noted for its row."""
+    def _set_stops(self, row: int, request: Request) -> None:
+        """Note what a row stops at; its `stops` are blank."""
         stops = stops_of(request)
         if not stops:
-            return _NO_STOPS
-        if len(stops) > NUM_STOPS:
-            self.many_stops[request.row] = frozenset(stops)
-            return _NO_STOPS
-        return stops + [NONE] * (NUM_STOPS - len(stops))
+            return
+        if len(stops) <= NUM_STOPS:
+            self.stops[row, : len(stops)] = stops
+            self._most_stops = max(self._most_stops, len(stops))
+        else:
+            self.many_stops[row] = frozenset(stops)
 
     def leave(self, rows: list[int]) -> None:
         """Take these rows from their requests."""
@@ -226,9 +227,9 @@ class Batch:
             request = self.request(row)
             request.row = NONE
             self.requests[row] = None
+            self.held[row] = False
             self.many_stops.pop(row, None)
             self._vacate(row, request)
-        self.held[rows] = False
         self.running = self.running[self.held[self.running]]
 
     def _vacate(self, row: int, request: Request) -> None:
@@ -273,7 +274,7 @@ class Batch:
     def add_block_each(self, rows: Rows, blocks: list[int]) -> None:
         """Append one block to each of these rows, which are different."""
         places = self.num_blocks[rows]
-        self.blocks[rows, places] = blocks
+        _flat(self.blocks)[rows * self.blocks.shape[1] + places] = blocks
         self.num_blocks[rows] = places + 1
 
 
@@ -288,3 +289,8 @@ def stops_of(request: Request) -> list[int]:
 def _steps_alone(request: Request) -> bool:
     sampling = request.sampling
     return request.matcher is not None or sampling.logprobs is not None or sampling.prompt_logprobs is not None
+
+
+def _flat(table: Int32) -> Int32:
+    """The same numbers in one line: numpy finds scattered ones by one index in a third of the time it takes by two."""
+    return table.reshape(-1)

@@ -59,7 +59,10 @@ MAX_HANDLE = 2**31 - 1
 """Handles travel back as int32."""
 
 KV_INTERVAL_S = 0.05
-"""How long names of blocks that fill up in steady decode may wait for others, to go in one message."""
+"""How long names of blocks that came or went may wait for others while there are steps, to go in one message.
+
+It changes little for routing: of a prompt that goes on from what a rank has just computed, all but the last are told.
+"""
 
 _PAUSE_STATE: dict[str, PauseState] = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}
 
@@ -185,7 +188,7 @@ class RankCore:
             self._executor = peer
             self._may_stand = minor >= MINOR_OF_SEVERAL and self._config.standing_steps > 0
             return
-        self._publish_kv()  # the others are told of what the snapshot has on top
+        self._tell_kv()  # the others are told of what the snapshot has on top
         self._frontends[peer.index] = _Frontend(peer)
         self._send(peer, self._kv_snapshot())
 
@@ -635,7 +638,11 @@ class RankCore:
                 self._send(frontend.peer, load)
 
     def _publish_kv(self) -> None:
-        if self._scheduler is None or (self._scheduler.is_steady() and self._now < self._kv_due):
+        if self._now >= self._kv_due or not self._in_flight:  # with a step's result comes another chance
+            self._tell_kv()
+
+    def _tell_kv(self) -> None:
+        if self._scheduler is None:
             return
         self._kv_due = self._now + KV_INTERVAL_S
         changes = self._scheduler.take_kv_changes()

@@ -76,10 +76,8 @@ class KvCache:
         """Give the blocks of `rows` their names up to the first `full` ones; each row has one without at least."""
         batch = self._batch
         named = batch.num_named[rows]
+        nexts, tokens = batch.next_to_name(rows, self.block_size)  # in decode each row has filled just that one
         batch.num_named[rows] = full
-        # In decode each row has filled its one next block: its tokens and its number, for all rows at once
-        tokens = batch.tokens.reshape(-1, self.block_size)[rows * batch.blocks.shape[1] + named].tobytes()
-        nexts = batch.blocks[rows, named].tolist()
         width = 4 * self.block_size
         requests = batch.requests
         blocks: list[int] = []

@@ -512,9 +512,9 @@ class NativeScheduler:
             ended += self._finish([batch.request(row)], "error", "grammar", sentence)
         if self._drafts is not None:
             self._look_up(self._drafts, rows[told])
-        num_delivered = int(np.add.reduce(delivered))
-        self._statistics.generated(num_delivered, int(np.add.reduce(drawn.lengths)) - num_delivered)
-        tokens = table[told, 0] if table.shape[1] == 1 else table[np.arange(table.shape[1]) < delivered[:, None]]
+        width = table.shape[1]
+        tokens = table[:, 0][told] if width == 1 else table[np.arange(width) < delivered[:, None]]
+        self._statistics.generated(tokens.size, int(np.add.reduce(drawn.lengths)) - tokens.size)
         if logprobs:
             own += self._own_logprobs(step, delivered, logprobs)
         turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
@@ -579,7 +579,7 @@ class NativeScheduler:
         batch = self._batch
         ended = []
         gone = []
-        for row, token in zip(rows, batch.tokens[rows, batch.known[rows] - 1].tolist(), strict=True):
+        for row, token in zip(rows, batch.last_tokens(rows), strict=True):
             request = batch.request(row)
             reason, stop_reason = _why(token, request.sampling)
             if request.session is None:

@@ -43,7 +43,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in it."""
-        return int(self.counts.sum())
+        return int(np.add.reduce(self.counts))
 
     @property
     def num_drafts(self) -> Int32:

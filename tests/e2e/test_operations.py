@@ -30,8 +30,8 @@ class Served:
         self.folder = folder
         self.run_dir = folder / "run"
         self.port = _free_ports(1)
-        settings = {"model": model, "cache_dir": cache, "run_dir": self.run_dir, "port": self.port, "num_blocks": 256}
-        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+        settings = {"model": model, "cache_dir": cache, "run_dir": self.run_dir, "port": self.port, "num_blocks": 129}
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in (settings | limits).items()]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "frontend.cli", "serve", *flags],

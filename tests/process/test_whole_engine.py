@@ -28,9 +28,10 @@ import zmq
 from transformers import AutoModelForCausalLM
 
 from bench.soak_sessions import Plan, run
-from bus.messages import GetPauseState, MakeStats, Pooling, RequestCounts, TokenCount
+from bus.messages import GetPauseState, MakeStats, Pooling, RequestCounts, Resume, SetPause, TokenCount
 from bus.wire import unpack_floats
 from frontend.client import AsyncClient, Client, EngineError
+from tests.e2e.conftest import metrics
 from tests.engine import ROOT, START_S, Engine
 from tests.executor.test_pooling import vector_of
 
@@ -58,8 +59,7 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
     ) as engine:
         engine.start()
         engine.wait_ready()
-        for rank in (0, 1):  # a frontend is ready as soon as it has one
-            serve_again(engine, lambda client, rank=rank: tokens(client, [5], rank=rank))  # type: ignore[misc]
+        wait_for_ranks(engine)
         yield engine
         engine.check_running()
 
@@ -313,6 +313,54 @@ def test_frontends_share_the_ranks_and_each_gets_what_it_asked_for(engine: Engin
     check_idle(engine)
 
 
+def test_both_ways_to_ask_give_the_same_answer_at_both(engine: Engine) -> None:
+    with client_of(engine, 0) as first, client_of(engine, 1) as second:
+        asked = [(client, text_output) for client in (first, second) for text_output in (False, True)]
+        assert len({tuple(tokens(client, PROMPTS[1], text_output=text_output)) for client, text_output in asked}) == 1
+
+
+def test_each_metric_has_one_exporter(engine: Engine) -> None:
+    for frontend in (0, 1):
+        with client_of(engine, frontend) as client:
+            tokens(client, PROMPTS[1])
+    for name in ("rankbus_rank_num_blocks", "vllm:num_requests_running", "vllm:prefix_cache_queries_total"):
+        assert metrics(engine, name, frontend=0)
+        assert not metrics(engine, name, frontend=1)
+    assert not metrics(engine, "rankbus_executor_steps_total", frontend=1)
+    for frontend in (0, 1):
+        (labels,) = metrics(engine, "rankbus_frontend_requests_started_total", frontend)
+        assert f'frontend="{frontend}"' in labels
+
+
+def test_a_pause_told_to_one_holds_for_the_other(engine: Engine) -> None:
+    with client_of(engine, 0) as first, client_of(engine, 1) as second:
+        assert first.command(SetPause(mode="keep")).value == "paused_all"
+        assert second.command(GetPauseState()).value == "paused_all"
+        done: list[list[int]] = []
+        thread = threading.Thread(target=lambda: done.append(tokens(second, PROMPTS[1])))
+        thread.start()
+        try:
+            while first.command(RequestCounts()).value != [0, 1]:
+                assert thread.is_alive(), "it was served in a pause"
+        finally:
+            assert first.command(Resume()).value == "unpaused"
+        thread.join(DEADLINE_S)
+    assert done
+
+
+def test_one_ends_and_the_other_serves_on(engine: Engine) -> None:
+    with client_of(engine, 0) as first:
+        assert engine.stop("frontend-1") == {"frontend-1": 0}
+        alone = tokens(first, PROMPTS[1])
+        assert len(alone) == 24
+    engine.start("frontend-1")
+    engine.wait_ready()
+    wait_for_ranks(engine)
+    with client_of(engine, 1) as second:
+        assert tokens(second, PROMPTS[1]) == alone
+    check_idle(engine)
+
+
 def test_a_seed_draws_the_same_alone_on_another_rank_in_company_and_after_preemption(engine: Engine) -> None:
     drawn = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.5, "seed": 77}
 
@@ -508,6 +556,12 @@ def test_each_frontend_has_a_dashboard(engine: Engine) -> None:
         assert [rank["up"] for rank in snapshots[-1]["ranks"]] == [True, True]
         assert snapshots[-1]["executor"]["steps"] > 0
         assert any("peer down" in line[2] for line in snapshots[-1]["errors"])
+
+
+def wait_for_ranks(engine: Engine) -> None:
+    """Until all frontends serve with both; one is ready as soon as it has one."""
+    for rank in (0, 1):
+        serve_again(engine, lambda client, rank=rank: tokens(client, [5], rank=rank))  # type: ignore[misc]
 
 
 def serve_again(engine: Engine, ask: Callable[[Client], Any]) -> None:

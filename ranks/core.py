@@ -58,11 +58,13 @@ log = get_logger()
 MAX_HANDLE = 2**31 - 1
 """Handles travel back as int32."""
 
-KV_INTERVAL_S = 0.05
+KV_INTERVAL_S = 0.01
 """How long names of blocks that came or went may wait for others while there are steps, to go in one message.
 
-It changes little for routing: of a prompt that goes on from what a rank has just computed, all but the last are told.
+A prompt that begins as one just computed is soon sent where that was.
 """
+STEADY_KV_INTERVAL_S = 0.05
+"""The same for names of what is decoded: of a prompt that goes on from there, all but the last have been told."""
 
 _PAUSE_STATE: dict[str, PauseState] = {"keep": "paused_all", "wait": "paused_new", "abort": "paused_new"}
 
@@ -117,7 +119,7 @@ class RankCore:
         """Others that unfinished requests have, as the executor was told last."""
         self._loads = LoadReports(counters)
         self._kv_number = 0
-        self._kv_due = float("-inf")
+        self._kv_told = float("-inf")
         self._effects: list[Effect] = []
         self._held: StepOutputs = []
         """Of steps of steady decode: they wait for the next schedule, since the executor is idle until it has that, and
@@ -638,13 +640,15 @@ class RankCore:
                 self._send(frontend.peer, load)
 
     def _publish_kv(self) -> None:
-        if self._now >= self._kv_due or not self._in_flight:  # with a step's result comes another chance
+        steady = self._scheduler is not None and self._scheduler.is_steady()
+        interval = STEADY_KV_INTERVAL_S if steady else KV_INTERVAL_S
+        if self._now - self._kv_told >= interval or not self._in_flight:  # with a step's result comes another chance
             self._tell_kv()
 
     def _tell_kv(self) -> None:
         if self._scheduler is None:
             return
-        self._kv_due = self._now + KV_INTERVAL_S
+        self._kv_told = self._now
         changes = self._scheduler.take_kv_changes()
         if changes.cleared:
             self._broadcast_kv_snapshot()

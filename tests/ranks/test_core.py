@@ -53,7 +53,7 @@ from bus.messages import (
 )
 from bus.wire import pack_ints, unpack_ints
 from ranks.compiling import Compile, Compiled
-from ranks.core import KV_INTERVAL_S, RankCore
+from ranks.core import KV_INTERVAL_S, STEADY_KV_INTERVAL_S, RankCore
 from ranks.publishing import INTERVAL_S
 from ranks.scheduler import BrokenResult, Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from tests.ranks.toy import request
@@ -504,10 +504,12 @@ def test_kv_events_are_numbered_and_begin_with_a_snapshot(rank: Rank) -> None:
     assert [(m.number, m.snapshot, bytes(m.stored)) for m in messages(rank.give(), KvEvents)] == [(3, True, b"")] * 3
 
 
-def test_kv_events_wait_for_others_while_there_are_steps() -> None:
+@pytest.mark.parametrize(("steady", "interval_s"), [(False, KV_INTERVAL_S), (True, STEADY_KV_INTERVAL_S)])
+def test_kv_events_wait_for_others_while_there_are_steps(steady: bool, interval_s: float) -> None:
     rank = Rank(async_depth=1)
     rank.start(0)
     rank.add(0, 0)
+    rank.scheduler.steady = steady
 
     def told(sent: list[Any]) -> list[tuple[bool, bytes]]:
         return [(message.snapshot, bytes(message.stored)) for message in messages(sent, KvEvents)]
@@ -516,9 +518,11 @@ def test_kv_events_wait_for_others_while_there_are_steps() -> None:
     rank.scheduler.names = b"a" * 16
     assert told(rank.result(0, 1)) == []
     assert told(rank.give(PeerUp(frontend(1)))) == [(False, b"a" * 16), (True, b"a" * 16)]
+    rank.now += interval_s
+    rank.give()
     rank.scheduler.changes = KvChanges(b"b" * 16, b"", False)
     assert told(rank.give()) == []
-    rank.now += KV_INTERVAL_S
+    rank.now += interval_s
     assert told(rank.give()) == [(False, b"b" * 16)] * 2
     rank.scheduler.changes = KvChanges(b"c" * 16, b"", False)
     assert told(rank.give(Received(frontend(0), AbortRequests(handles=pack_ints([0]))))) == []

@@ -210,19 +210,31 @@ def client_tokens_per_s() -> float:
 
 
 def wire_bytes(rows: int) -> dict[str, float]:
-    """Bytes of the frames of one step of steady decode of one rank, envelopes included, every 16th row a new block."""
+    """Bytes of the frames of one step of steady decode of one rank, envelopes included, every 16th row a new block.
+
+    What goes up says half of `standing_steps` ahead, and counts in equal parts for each of them.
+    """
     from bus.buses import BUSES
-    from bus.messages import PartialSchedule, StepResult
+    from bus.messages import StandingSchedule, StepResult
 
     codec = Codec(BUSES["step"].up, 1 << 20)
-    crossing = pack_ints(range(0, rows, 16))
-    schedule = PartialSchedule(step=10_000, again=True, block_rows=crossing, block_ids=crossing, more=True)
+    steps = Config().standing_steps // 2
+    crossing = pack_ints(list(range(0, rows, 16)) * steps)
+    ahead = StandingSchedule(
+        first_step=10_000,
+        num_steps=steps,
+        after=9_990,
+        num_blocks=pack_ints([len(range(0, rows, 16))] * steps),
+        block_rows=crossing,
+        block_ids=crossing,
+        more=True,
+    )
     result = StepResult(step=10_000, tokens=pack_ints([VOCABULARY - 1] * rows))
 
     def size(message: Message) -> int:
         return sum(map(len, codec.encode(1 << 60, 1 << 60, message)))
 
-    return {"up": size(schedule), "down": size(result)}
+    return {"up": size(ahead) / steps, "down": size(result)}
 
 
 def add_us(prompt_tokens: int) -> float:

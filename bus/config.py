@@ -88,9 +88,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enable_prefix_caching: bool = True
     async_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     """Steps a rank may have in flight."""
-    standing_steps: Annotated[int, Meta(ge=0, le=64)] = 16
-    """Steps of steady decode that a rank says ahead, so that the executor goes from one to the next by itself; at most
-    block_size. 0 has each step wait for its schedule."""
+    standing_steps: Annotated[int, Meta(ge=0, le=64)] = 32
+    """Steps of steady decode that a rank says ahead, so that the executor goes from one to the next by itself. 0 has
+    each step wait for its schedule."""
     pin_threads: bool = True
     """Each process handles its messages on one CPU, another for each process as far as there are others."""
     model_on_cpu: bool | None = None

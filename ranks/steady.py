@@ -99,8 +99,7 @@ class Steady:
         These follow `known_ahead` steps that were foreseen before and are not planned yet. None if there is not even
         one such step.
         """
-        # As far as no row begins more than one block, what the rows lack can be told for all steps together.
-        last = min(known_ahead + most, self._kv.block_size, self._most - self._planned)
+        last = min(known_ahead + most, self._most - self._planned)
         if last <= known_ahead:
             return None
         rows, lacking, step_of = self._beginning(last)
@@ -123,16 +122,22 @@ class Steady:
         )
 
     def _beginning(self, count: int) -> tuple[Rows, Int32, Int32]:
-        """The rows in whose turn it is to begin a block in the next `count` steps, in order, at most once each.
+        """The rows whose turn it is to begin a block in the next `count` steps, in order, each once per `block_size`.
 
-        With how many blocks they lack then, and in which of the steps that is, counted from 0.
+        With how many blocks they lack then, 0 or 1, and in which of the steps that is, counted from 0.
         """
+        size = self._kv.block_size
         steps = range(self._planned + 1, self._planned + count + 1)
-        places = [self._of_phase[-step % self._kv.block_size] for step in steps]
+        places = [self._of_phase[-step % size] for step in steps]
         step_of = np.repeat(np.arange(count, dtype=np.int32), [of_step.size for of_step in places])
         joined = np.concatenate(places)
         rows = self._rows[joined]
-        return rows, self._kv.lacking(rows, self._computed[joined] + step_of + np.int32(self._planned + 1)), step_of
+        ends = self._computed[joined] + step_of + np.int32(self._planned + 1)
+        lacking = self._kv.lacking(rows, ends)
+        if count > size:  # what a row lacks at its second turn and later, it was given in part at the one before
+            later = step_of >= size
+            lacking[later] -= self._kv.lacking(rows[later], ends[later] - size)
+        return rows, lacking, step_of
 
     def goes_on(self, tokens: Int32) -> bool:
         """Whether none of the tokens [size] of the oldest step without result may end a request."""
@@ -146,21 +151,24 @@ class Steady:
 
     def catch_up(self) -> int:
         """Do for all steps that were passed what `plan` and `take` would have done; how many they are."""
-        count = len(self._passed)
-        if not count:
-            return 0
+        passed, self._passed = self._passed, []
+        for begin in range(0, len(passed), self._kv.block_size):
+            self._catch_up_with(passed[begin : begin + self._kv.block_size])
+        return len(passed)
+
+    def _catch_up_with(self, passed: list[Int32]) -> None:
+        """Up to `block_size` steps: no row begins or fills more than one block."""
+        count = len(passed)
         rows, lacking, _ = self._beginning(count)
         if lacking.any():
             self._kv.grow(rows, lacking)
-        self._batch.tokens.reshape(-1)[self._at[:, None] + np.arange(count)] = np.stack(self._passed, axis=1)
+        self._batch.tokens.reshape(-1)[self._at[:, None] + np.arange(count)] = np.stack(passed, axis=1)
         full = [self._full_at(taken) for taken in range(self._taken, self._taken + count) if taken != self._named_at]
         self._planned += count
         self._taken += count
         self._at += count
         self._named_at = self._taken - 1
-        self._passed.clear()
         self._name(full)
-        return count
 
     def take(self, tokens: Int32) -> None:
         """Give the rows the tokens [size] of the oldest step in flight, with which all goes on."""

@@ -10,7 +10,7 @@ from bus.config import Config
 from bus.core import Posted, Received, Send
 from bus.messages import MOST_STANDING_STEPS, Error, PartialSchedule, Recall, Recalled, StandingSchedule, StepResult
 from bus.wire import pack_ints, unpack_ints
-from executor.core import RunStep, StepDone
+from executor.core import FEW_STANDING, GATHERING_S, RunStep, StepDone
 from executor.step import SampledStep
 from tests.executor.test_core import CONFIG, Bench, decoding, rank
 
@@ -205,13 +205,51 @@ def test_tokens_of_a_rank_end_only_what_stands_of_that_rank() -> None:
     assert unpack_ints(told[0].tokens).tolist() == [STOP]
 
 
-def test_the_device_has_its_next_step_before_ranks_hear_of_the_last() -> None:
-    bench = Bench(Config(ranks=3, max_num_seqs=CONFIG.max_num_seqs, async_depth=1))
-    bench.up(0)
-    bench.send(0, 1)
-    bench.drain()
-    stand(bench, 2, 4, after=0)
+def done(bench: Bench, device_s: float) -> list[type]:
+    """The device finishes a step that took it so long; what comes of it."""
     run = bench.queued.popleft()
-    done = StepDone(run.number, SampledStep(np.array([9], np.int32)), 0.01)
-    effects = list(bench.core.handle(Posted(done)))
-    assert [type(effect) for effect in effects] == [RunStep, Send]
+    event = Posted(StepDone(run.number, SampledStep(np.full(run.step.rows.size, 9, np.int32)), device_s))
+    effects = list(bench.core.handle(event))
+    for effect in effects:
+        bench.do(effect)
+    return [type(effect) for effect in effects]
+
+
+def test_results_of_quick_steps_that_stand_wait_for_others(bench: Bench) -> None:
+    stand(bench, 2, 30, after=1)
+    for _ in range(3):
+        assert done(bench, 0.0005) == [RunStep]
+        bench.drain(after=GATHERING_S / 4)
+    assert bench.results(0) == [1]
+    assert bench.wake_at is not None  # should the device take long for the next
+    bench.drain(after=GATHERING_S / 4)
+    assert bench.results(0) == [1, 2, 3, 4]
+
+
+def test_results_of_slower_steps_go_at_once(bench: Bench) -> None:
+    stand(bench, 2, 30, after=1)
+    assert done(bench, 0.005) == [RunStep, Send]
+
+
+def test_nothing_waits_when_few_steps_stand_or_something_else_is_told(bench: Bench) -> None:
+    stand(bench, 2, 12, after=1)
+    done(bench, 0.0005)
+    assert bench.results(0) == [1]
+    assert recall(bench, 1).next_step > 2
+    assert bench.results(0) == [1, 2]  # before the answer
+    while bench.queued:
+        done(bench, 0.0005)
+    last = max(bench.results(0))
+    stand(bench, last + 1, FEW_STANDING + 1, after=last)
+    done(bench, 0.0005)
+    assert max(bench.results(0)) == last + 1
+
+
+def test_a_token_that_may_end_a_request_comes_after_what_has_waited(bench: Bench) -> None:
+    stand(bench, 2, 30, after=1)
+    done(bench, 0.0005)
+    while bench.queued:
+        bench.finish(STOP)
+        bench.drain()
+    assert len(bench.results(0)) > 2
+    assert bench.results(0) == list(range(1, 1 + len(bench.results(0))))

@@ -84,7 +84,7 @@ class StandingWay(Recorded):
             self.recall()
         if not self.standing or self._draw.random() < 0.2:
             first = self.standing.last_step + 1 if self.standing else step
-            if (schedule := self.stand(first, self._last_result, self._draw.randint(1, 16))) is not None:
+            if (schedule := self.stand(first, self._last_result, self._draw.randint(1, 32))) is not None:
                 assert not self.standing.fault_of(schedule)
                 self.standing.add(schedule)
         self.next_step = step + 1

@@ -30,7 +30,7 @@ def settings(draw: random.Random) -> Config:
         block_size=8,
         num_blocks=draw.choice([45, 90]),
         async_depth=draw.choice([1, 2, 2]),
-        standing_steps=draw.choice([0, 1, 5, 16, 16]),
+        standing_steps=draw.choice([0, 1, 5, 16, 32]),
         batching_window_ms=draw.choice([0.0, 2.0]),
         enable_prefix_caching=draw.random() < 0.8,
         speculation=draw.choice(["off", "ngram"]),
@@ -94,7 +94,7 @@ def test_steps_stand_and_are_taken_back_at_any_time() -> None:
 
 
 def _sent_with_stops(seed: int, draw: random.Random) -> Counter[type[Message]]:
-    config = structs.replace(settings(draw), speculation="off", standing_steps=draw.choice([1, 2, 5, 16]))
+    config = structs.replace(settings(draw), speculation="off", standing_steps=draw.choice([1, 2, 5, 32]))
     world = World(seed, config, load_native)
     world.run_until(lambda: world.ready)
     expected = {}

@@ -233,7 +233,9 @@ class World:
             self._deliver(chosen)
         elif kind == "device":
             run = chosen.steps.popleft()
-            self._feed(chosen, Posted(StepDone(run.number, chosen.device.run(run.step), 0.001)))
+            self._feed(
+                chosen, Posted(StepDone(run.number, chosen.device.run(run.step), self.draw.choice([0.0001, 0.01])))
+            )
         else:
             chosen.to_drain, chosen.wake_at = False, None
             self._feed(chosen, Drained(self.now), drains=False)

@@ -174,8 +174,7 @@ class ExecutorCore:
                 return self._finish_step(done)
             case Received(_, StandingSchedule()):
                 return self._take(event)
-        gathered, self._gathered = self._gathered, []
-        return [*gathered, *self._take(event)]
+        return [*self._take_gathered(), *self._take(event)]
 
     def _take(self, event: Event) -> Iterable[Effect]:
         match event:
@@ -487,16 +486,14 @@ class ExecutorCore:
         self._counters.add("executor_device_seconds", done.device_s)
         present = [rank for rank in owners if self._is_up(rank)]
         if not all(rank.pending for rank in present):
-            gathered, self._gathered = self._gathered, []
-            return [*gathered, *effects]
+            return [*self._take_gathered(), *effects]
         if not self._gathered:
             self._gathered_since = self._now
         self._gathered += effects
         next_step = self._schedule(self._now)  # the device waits for nobody to hear of its last step
         if done.device_s < GATHERING_S / 2 and all(len(rank.standing) > FEW_STANDING for rank in present):
             return next_step
-        gathered, self._gathered = self._gathered, []
-        return [*next_step, *gathered]
+        return [*next_step, *self._take_gathered()]
 
     def _tell_gathered(self, now: float) -> list[Effect]:
         """The results that have waited for long enough; if there are others, ask to be woken when they have."""
@@ -504,6 +501,9 @@ class ExecutorCore:
             return []
         if self._in_flight and now < self._gathered_since + GATHERING_S:
             return [WakeAt(self._gathered_since + GATHERING_S)]
+        return self._take_gathered()
+
+    def _take_gathered(self) -> list[Effect]:
         gathered, self._gathered = self._gathered, []
         return gathered
 

@@ -106,14 +106,17 @@ class _Maker:
             yield self._slice(rank, lane, piece.span, name, "step", {"what": piece.what, "accounted for": piece.known})
 
     def _arrows(self, flow: int, step: Step) -> Iterator[Event]:
-        """From the rank's schedule over merge, device and split to its update, and on to the frontends."""
+        """From the rank's schedule over merge, device and split to its update, and on to the frontends.
+
+        A step that stood begins with its merge.
+        """
         merged = step.merged
         assert merged is not None
         assert merged.device is not None
         assert merged.split is not None
         assert step.update is not None
         places = [
-            (step.key.rank, CORE, step.schedule),
+            *([] if step.stood else [(step.key.rank, CORE, step.schedule)]),
             (merged.executor, CORE, merged.merge),
             (merged.executor, 3, merged.device),
             (merged.executor, CORE, merged.split),

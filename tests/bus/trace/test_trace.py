@@ -141,6 +141,9 @@ def test_a_step_that_stood_begins_when_it_is_merged_and_void_ones_are_none(tmp_p
         (21, 22, "dispatch", ""),
     ]
     assert [key.number for key in read(find([str(folder)])).steps] == [0, 1]
+    assert main([str(folder), "-o", str(tmp_path / "trace.json")]) == 0
+    events = trace_format.check(tmp_path / "trace.json")
+    assert sum(event["ph"] == "s" for event in events) == 2
 
 
 def test_where_one_step_may_be_in_flight_the_next_waits_for_it(tmp_path: Path) -> None:

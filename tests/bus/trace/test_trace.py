@@ -129,16 +129,16 @@ def test_a_step_that_stood_begins_when_it_is_merged_and_void_ones_are_none(tmp_p
     run.turn(("rank", 0), 3, 4, ("drained", None, 0.0), (EXECUTOR, ahead))
     run.turn(("executor", 0), 5, 6, received(RANKS[0], message))
     run.turn(("executor", 0), 6, 7, received(RANKS[0], ahead))
-    for number, begin in ((0, 8), (1, 20)):
+    for number, begin in ((0, 8), (1, 25)):
         run.run_step(begin, begin + 1, number + 1, [(0, number)], [])
         run.done(begin + 10, begin + 11, number + 1, (begin + 1, begin + 2), 7)
         result = StepResult(step=number, tokens=pack_ints([9]), next_step=2 if number else None)
         run.turn(("rank", 0), begin + 11, begin + 12, received(EXECUTOR, result))
     folder = run.write()
     assert pieces(folder, 1)[:3] == [
-        (20, 20, "schedule", "1 rows"),
-        (20, 21, "merge", "of 1 ranks"),
-        (21, 22, "dispatch", ""),
+        (25, 25, "schedule", "1 rows"),
+        (25, 26, "merge", "of 1 ranks"),
+        (26, 27, "dispatch", ""),
     ]
     assert [key.number for key in read(find([str(folder)])).steps] == [0, 1]
     assert main([str(folder), "-o", str(tmp_path / "trace.json")]) == 0

@@ -1,8 +1,8 @@
 """A client process that keeps many token streams open: ``python -m bench.streams ENDPOINT --streams 512 …``.
 
-Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another, on
-the same rank. It ends
-when every stream has finished, or ``--seconds`` after every stream has begun, and prints what it counted as JSON.
+Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another, on the
+same rank. It ends when every stream has finished, or ``--seconds`` after every stream has begun, and prints what it
+counted as JSON.
 """
 
 import argparse

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from bus.messages import MOST_STANDING_STEPS
+
 IPC_PATH_MAX = 107
 """Longest path of a Unix socket, in bytes (sun_path, less the final zero)."""
 
@@ -88,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enable_prefix_caching: bool = True
     async_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     """Steps a rank may have in flight."""
-    standing_steps: Annotated[int, Meta(ge=0, le=64)] = 32
+    standing_steps: Annotated[int, Meta(ge=0, le=MOST_STANDING_STEPS)] = 32
     """Steps of steady decode that a rank says ahead, so that the executor goes from one to the next by itself. 0 has
     each step wait for its schedule."""
     pin_threads: bool = True

@@ -469,11 +469,13 @@ class ExecutorCore:
         results = split(parts, done.sampled, self._limits.max_num_seqs)
         if done.sampled.counts is not None:
             self._merger.judged(parts, done.sampled.counts)
+        present: list[_Rank] = []
         for rank, result in zip(owners, results, strict=True):
             rank.in_flight -= 1
-            if not self._is_up(rank):
+            if self._ranks[rank.peer.index] is not rank:
                 self._counters.add("executor_dropped_results")
                 continue
+            present.append(rank)
             if rank.standing.end_by(result):
                 result = structs.replace(result, next_step=rank.last_step + 1)
             effects.append(Send(rank.peer, result))
@@ -484,7 +486,6 @@ class ExecutorCore:
         self._counters.add("executor_nan_rows", int(np.count_nonzero(done.sampled.tokens == -2)))
         self._counters.add("executor_dispatch_seconds", done.dispatch_s)
         self._counters.add("executor_device_seconds", done.device_s)
-        present = [rank for rank in owners if self._is_up(rank)]
         if not all(rank.pending for rank in present):
             return [*self._take_gathered(), *effects]
         if not self._gathered:
@@ -506,9 +507,6 @@ class ExecutorCore:
     def _take_gathered(self) -> list[Effect]:
         gathered, self._gathered = self._gathered, []
         return gathered
-
-    def _is_up(self, rank: _Rank) -> bool:
-        return self._ranks[rank.peer.index] is rank
 
     # How it does
 

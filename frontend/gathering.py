@@ -6,10 +6,12 @@ behind. Whatever else there is to send goes after them, so that to each peer all
 other requests, which may come before an end.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bus.core import Effect, Peer, Send
 from bus.messages import EMPTY, MINOR_OF_SEVERAL, AddRequest, AddRequests, Finished, Ints, TokenDeltas
@@ -146,12 +148,16 @@ def _of_rank(steps: list[StepTokens], ends: list[Finished]) -> TokenDeltas:
     size = len(sequences.request_ids)
     if len(steps) > 1:
         each = sum(step.each for step in steps)
-        columns = [unpack_ints(step.tokens).reshape(size, step.each) for step in steps]
-        tokens = pack_ints(np.concatenate(columns, axis=1).reshape(-1))
+        tokens = pack_ints(side_by_side((step.tokens, step.each) for step in steps))
     counts = EMPTY if each == 1 else pack_ints(np.full(size, each, np.int32))
     return TokenDeltas(
         request_ids=sequences.request_ids, tokens=tokens, counts=counts, indices=sequences.indices, finished=ends
     )
+
+
+def side_by_side(steps: Iterable[tuple[Ints, int]]) -> npt.NDArray[np.int32]:
+    """Tokens of steps of the same n sequences, each with how many there are for each: a line for each sequence."""
+    return np.concatenate([unpack_ints(tokens).reshape(-1, each) for tokens, each in steps], axis=1)
 
 
 def _joined(arrays: list[Ints], sizes: list[int], default: int) -> Ints:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bus.core import Effect, Peer
 from bus.messages import EMPTY, Ints, Outputs
 from bus.wire import pack_ints, unpack_ints
-from frontend.gathering import Sequences, StepTokens
+from frontend.gathering import Sequences, StepTokens, side_by_side
 from frontend.ledger import Entry, Ledger
 from frontend.seam import Deliver, Delivery
 
@@ -101,8 +101,7 @@ class SteadyOutputs:
             return
         first = steps[0].handles
         if all(step.handles is first for step in steps):
-            columns = [unpack_ints(step.tokens).reshape(-1, step.each) for step in steps]
-            table = np.concatenate(columns, axis=1)
+            table = side_by_side((step.tokens, step.each) for step in steps)
             order, data = unpack_ints(first), table.tobytes()
             bounds = list(range(0, len(data) + 1, 4 * table.shape[1]))
         else:

@@ -11,6 +11,8 @@ from ranks.request import Int32, Request
 Rows = npt.NDArray[np.intp]
 """Numbers of rows, as numpy likes its indices."""
 
+NO_ROWS: Rows = np.empty(0, np.intp)
+
 NUM_STOPS = 4
 """Stop tokens of a row that are looked at for all rows together."""
 
@@ -50,7 +52,7 @@ class Batch:
     """
 
     def __init__(self, size: int, most_blocks: int, block_size: int) -> None:
-        self.running: Rows = np.empty(0, np.intp)
+        self.running = NO_ROWS
         """The rows that are held, in the order in which their requests entered."""
         self.requests: list[Request | None] = [None] * size
         self.known = np.zeros(size, np.int32)

@@ -283,23 +283,10 @@ class RankCore:
         self._publish_load()
 
     def _make_steps(self, scheduler: Scheduler, executor: Peer) -> None:
-        most = self._config.standing_steps
-        while self._may_schedule:
-            last_result = (self._in_flight[0] if self._in_flight else self._next_step) - 1
-            stands = self._standing.last_step is not None
-            if not self._standing.may_grow(last_result):
-                return
-            if len(self._in_flight) >= (most // 2 if stands else self._config.async_depth):
-                return
-            room = most - len(self._in_flight)
-            ahead = scheduler.stand(self._next_step, last_result, room) if self._may_stand else None
-            if ahead is not None:
-                self._in_flight += range(self._next_step, self._next_step + ahead.num_steps)
-                self._next_step += ahead.num_steps
-                self._standing.begin(ahead)
-                self._send(executor, ahead)
-                return
-            if stands:
+        stands = self._standing.last_step is not None
+        most = self._config.standing_steps // 2 if stands else self._config.async_depth
+        while self._may_schedule and len(self._in_flight) < most:
+            if self._let_stand(scheduler, executor) or stands:
                 return
             schedule = scheduler.schedule(self._next_step, self._now)
             if schedule is None:
@@ -307,6 +294,21 @@ class RankCore:
                 return
             self._begin_step()
             self._send(executor, schedule)
+
+    def _let_stand(self, scheduler: Scheduler, executor: Peer) -> bool:
+        """Say steps ahead, if it is known what they will be; whether some were said."""
+        last_result = (self._in_flight[0] if self._in_flight else self._next_step) - 1
+        if not (self._may_stand and self._standing.may_grow(last_result)):
+            return False
+        room = self._config.standing_steps - len(self._in_flight)
+        ahead = scheduler.stand(self._next_step, last_result, room)
+        if ahead is None:
+            return False
+        self._in_flight += range(self._next_step, self._next_step + ahead.num_steps)
+        self._next_step += ahead.num_steps
+        self._standing.begin(ahead)
+        self._send(executor, ahead)
+        return True
 
     def _recall(self) -> None:
         """Have what stands taken back; `_stand_down` comes when it is known how far the executor went."""

@@ -41,7 +41,7 @@ from bus.messages import (
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import all_below, unpack_ints
 from ranks import results, schedules
-from ranks.batch import NONE, Batch, Rows
+from ranks.batch import NO_ROWS, NONE, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
 from ranks.drafts import DraftModel, PromptLookup
@@ -85,9 +85,7 @@ class NativeScheduler:
         """In charge of all rows while it is there; see `_unsettle`."""
         self._standing: deque[int] = deque()
         """Steps that stand, of which it is not known here that they were sent."""
-        self._last_passed = NONE
-        """The last step that came back without having been made here first."""
-        self._last_rows: Rows = np.empty(0, np.intp)
+        self._last_rows = NO_ROWS
         """Those of the step made last."""
         self._num_added = 0
         self._by_key: dict[tuple[int, int], Request] = {}
@@ -381,7 +379,6 @@ class NativeScheduler:
     def _catch_up(self, steady: Steady) -> None:
         """Do what is still to be done for steps that stood and have come back."""
         if count := steady.catch_up():
-            self._batch.complete(self._last_passed)
             self._statistics.steady(count, steady.size)
 
     def _schedule(self, step: int, now: float) -> PartialSchedule | None:
@@ -448,24 +445,27 @@ class NativeScheduler:
     def update(self, result: StepResult) -> StepOutputs:
         tokens = unpack_ints(result.tokens)
         steady = self._steady
-        goes_on = steady is not None and self._is_plain(result, tokens, steady.size) and steady.goes_on(tokens)
+        if steady is not None and self._is_plain(result, tokens, steady.size) and steady.goes_on(tokens):
+            return steady.outputs(self._go_on_steadily(steady, tokens), tokens)
         if not self._steps:
-            if steady is not None and goes_on:
-                self._last_passed = self._standing.popleft()
-                steady.passes(tokens)
-                self._untold.clear()
-                return steady.outputs(self._last_passed, tokens)
             self._begin_standing()
-        if steady is not None and goes_on:
-            steady.take(tokens)
-            number = self._steps.popleft().number
-            self._batch.complete(number)
-            self._statistics.generated(steady.size, 0)
-            return steady.outputs(number, tokens)
         step = self._steps[0]
         drawn = results.read(result, step, self._batch.pools[step.rows], self._pool.vocab_size)
         pooled = vectors_of(step.rows[drawn.pooled].tolist(), result) if drawn.pooled.size else {}
         return self._take(drawn, result.logprobs, pooled)
+
+    def _go_on_steadily(self, steady: Steady, tokens: Int32) -> int:
+        """Give the rows of the oldest step their tokens, with which all goes on; which step that is."""
+        if not self._steps:
+            self._untold.clear()
+            number = self._standing.popleft()
+            steady.passes(number, tokens)
+            return number
+        number = self._steps.popleft().number
+        steady.take(tokens)
+        self._batch.complete(number)
+        self._statistics.generated(steady.size, 0)
+        return number
 
     def _is_plain(self, result: StepResult, tokens: Int32, num_rows: int) -> bool:
         """Whether a result has a token of the vocabulary for each row, and nothing else."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bus.config import Config
 from bus.messages import PauseState, RequestStarted
-from ranks.batch import Batch, Entry, Rows
+from ranks.batch import NO_ROWS, Batch, Entry, Rows
 from ranks.kv_cache import KvCache
 from ranks.request import Int32, Request
 from ranks.sessions import Sessions
@@ -297,7 +297,7 @@ class Planner:
             rows = rows[counts > 0]
             counts = self._planned[rows]
         given = self._block_rows
-        block_rows = given[0] if len(given) == 1 else np.concatenate([_NO_ROWS, *given])
+        block_rows = given[0] if len(given) == 1 else np.concatenate([NO_ROWS, *given])
         block_ids = self._block_ids
         if self._preempted:
             kept = batch.held[block_rows]
@@ -326,4 +326,3 @@ class Planner:
 
 
 _NO_DRAFTS = np.zeros(1, np.int32)
-_NO_ROWS: Rows = np.empty(0, np.intp)

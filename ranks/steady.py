@@ -7,19 +7,16 @@ operations however many rows there are, and something for each block that is fil
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from bus.messages import Ints, Outputs, StandingSchedule
 from bus.standing import has_any
 from bus.wire import pack_ints
-from ranks.batch import NONE, Batch, Rows, stops_of
+from ranks.batch import NO_ROWS, NONE, Batch, Rows, stops_of
 from ranks.kv_cache import KvCache
 from ranks.planning import Step
 from ranks.request import Int32
+from ranks.results import Places
 from ranks.scheduler import StepOutputs
-
-Places = npt.NDArray[np.intp]
-"""Where rows stand in a step."""
 
 
 class Steady:
@@ -74,7 +71,7 @@ class Steady:
         if self._planned >= self._most:
             return None
         count = self._planned + 1
-        block_rows, block_ids = _NO_ROWS, _NO_BLOCKS
+        block_rows, block_ids = NO_ROWS, _NO_BLOCKS
         beginning = self._of_phase[-count % self._kv.block_size]
         if beginning.size:
             rows = self._rows[beginning]
@@ -145,8 +142,9 @@ class Steady:
             return False
         return not has_any(tokens, self._stops)
 
-    def passes(self, tokens: Int32) -> None:
-        """A step that was foreseen has given the rows these tokens [size], with which all goes on."""
+    def passes(self, number: int, tokens: Int32) -> None:
+        """The step `number` was foreseen, and has given the rows these tokens [size], with which all goes on."""
+        self._last_number = number
         self._passed.append(tokens)
 
     def catch_up(self) -> int:
@@ -154,6 +152,8 @@ class Steady:
         passed, self._passed = self._passed, []
         for begin in range(0, len(passed), self._kv.block_size):
             self._catch_up_with(passed[begin : begin + self._kv.block_size])
+        if passed:
+            self._batch.complete(self._last_number)
         return len(passed)
 
     def _catch_up_with(self, passed: list[Int32]) -> None:
@@ -215,7 +215,6 @@ class Steady:
             self._kv.name_full(rows, np.concatenate([lengths for _, lengths in full]))
 
 
-_NO_ROWS: Rows = np.empty(0, np.intp)
 _NO_BLOCKS: list[int] = []
 
 

@@ -283,8 +283,9 @@ class _Rank(_Reader):
         return "schedule", f"steps {frame.first_step} to {self._newest}"
 
     def _received(self, peer: Process, frame: _Frame, span: Span) -> tuple[str, str]:
-        for number in range(self._newest + 1 if frame.next_step is None else frame.next_step, self._newest + 1):
-            self._timeline.steps.pop(StepKey(self._process, number), None)
+        if frame.next_step is not None:  # what stood from there on is void
+            for number in range(frame.next_step, self._newest + 1):
+                self._timeline.steps.pop(StepKey(self._process, number), None)
         if frame.type == "StepResult" and frame.step is not None:
             step = self._timeline.steps.get(StepKey(self._process, frame.step))
             if step is not None:

@@ -207,6 +207,10 @@ class _Conversation:
         aborted = [message for session in self.sessions.values() for message in session.abort()]
         self._unsent = [*aborted, Goodbye()]
 
+    def close(self) -> None:
+        """Nothing is said any more, whatever a reader that is still there leaves."""
+        self._peer = None
+
     def _handle(self, event: Event) -> None:
         if isinstance(event, PeerUp):
             self._peer = event.peer
@@ -405,6 +409,7 @@ class Client:
         """Abort what is unfinished and disconnect."""
         self._conversation.goodbye()
         self._flush()
+        self._conversation.close()
         self._socket.close()
         self._context.term()
 
@@ -535,6 +540,7 @@ class AsyncClient:
         self._receiver.cancel()
         self._conversation.goodbye()
         await self._flush()
+        self._conversation.close()
         self._socket.close()
         self._context.term()
 

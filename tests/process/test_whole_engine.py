@@ -378,6 +378,15 @@ def test_a_seed_draws_the_same_alone_on_another_rank_in_company_and_after_preemp
         assert client.command(MakeStats()).value["num_preemptions"] > 0  # the pool holds three of them
 
 
+def test_a_reader_may_leave_after_its_client(engine: Engine) -> None:
+    client = client_of(engine, 0)
+    stream = client.generate(PROMPTS[1], **{**LONG, "max_tokens": 900})
+    next(iter(stream))
+    client.close()
+    stream.close()  # type: ignore[attr-defined]
+    check_idle(engine)
+
+
 def test_a_frontend_that_is_killed_takes_only_its_own_requests_along(engine: Engine) -> None:
     its_own, another_s = Streaming(engine, 1, rank=0), Streaming(engine, 0, rank=0)
     holder = client_of(engine, 1)

@@ -44,6 +44,9 @@ SKIP, STEPS = 100, 600
 CHURN_TOKENS = 20
 CHURN_SPARE = 4
 """For so many rows of a rank there is a request more, so that one waits for each row that becomes free."""
+WAITING_STEPS = 760
+"""Requests for so many steps wait before the first begins, where they are not to be added meanwhile."""
+CHURN, CHURN_WITH_ADDS = "2x256, 5% begin and end", "2x256, the same, added meanwhile"
 FULL = 0.9
 """With so large a part of the rows running, steps in which requests begin and end count as full."""
 MAX_TOKENS = 3900
@@ -182,7 +185,15 @@ def steady(ranks: int, rows: int, depth: int) -> tuple[dict[str, float], dict[st
 
 
 def churn(ranks: int, rows: int) -> dict[str, float]:
-    """Step times with 5% of the requests ending in each step, and as many beginning, which have been waiting by then.
+    """As `churn_with_adds`, but that all requests wait in the ranks before the first step: a step's own time."""
+    engine = Engine(ranks=ranks, max_num_seqs=rows, async_depth=1)
+    total = ranks * rows
+    streams = total + total * WAITING_STEPS // CHURN_TOKENS
+    return run_streams(engine, streams, total, "--max-tokens", str(CHURN_TOKENS), "--rows", str(total))
+
+
+def churn_with_adds(ranks: int, rows: int) -> dict[str, float]:
+    """Step times with 5% of the requests ending in each step, and as many added by a client and beginning.
 
     Where the frontend has too little CPU to bring requests as fast as they end, rows stand empty however many wait for
     it: `rows_of_rank` says how many ran.
@@ -281,12 +292,16 @@ def add_us(prompt_tokens: int) -> float:
 
 
 def rank_start() -> tuple[float, float]:
-    """Seconds from a rank's start until it says it is ready (median of 5), and what it holds then, in MB."""
+    """Seconds from a rank's start until it says it is ready (median of 5), and what it holds then, in MB.
+
+    The first start, which compiles the modules where no installation has done so, is not counted.
+    """
     seconds, megabytes = [], []
     with tempfile.TemporaryDirectory(prefix="rb-") as folder:
         environment = os.environ | {"RANKBUS_RUN_DIR": f"{folder}/run", "PYTHONPATH": str(ROOT)}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
         Path(folder, "run").mkdir(mode=0o700)
-        for _ in range(5):
+        for _ in range(6):
             begin = time.monotonic()
             command = [sys.executable, "-m", "ranks", "--index", "0"]
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -300,7 +315,7 @@ def rank_start() -> tuple[float, float]:
             megabytes.append(int(resident[1]) / 1000)
             process.terminate()
             process.wait(10)
-    return statistics.median(seconds), statistics.median(megabytes)
+    return statistics.median(seconds[1:]), statistics.median(megabytes[1:])
 
 
 @contextmanager
@@ -343,7 +358,7 @@ def main() -> None:
             ours[f"{ranks}x{rows}"], wire[f"{ranks}x{rows}"] = steady(ranks, rows, depth=1)
     with console.status("two steps in flight, requests that begin and end, tokens to clients, adding a request"):
         pipelined, _ = steady(2, 256, depth=2)
-        churning = churn(2, 256)
+        churning, adding = churn(2, 256), churn_with_adds(2, 256)
         tokens_per_s = client_tokens_per_s()
         added = {str(size): add_us(size) for size in (128, 4096)}
         ready_s, rss_mb = rank_start()
@@ -359,27 +374,26 @@ def main() -> None:
     table = Table(
         "ms per step", "mean", "median", "p99", "DPScheduler, mean", "ratio", title="A step without the model"
     )
-    for name, own in [*ours.items(), ("2x256, two in flight", pipelined), ("2x256, 5% begin and end", churning)]:
-        peer = dp.get({"2x256, 5% begin and end": "churn 2x256"}.get(name, name.partition(",")[0]))
-        told = [""] * 2
-        if peer:
-            means = [peer["mean"], *([peer["with_adds"]] if own is churning else [])]
-            told = [
-                " / ".join(f"{mean:.2f}" for mean in means),
-                " / ".join(f"{mean / own['mean']:.1f}" for mean in means),
-            ]
+    beside = {name: dp.get(name, {}).get("mean") for name in ours}
+    beside |= {"2x256, two in flight": beside["2x256"]}
+    ours_too = {"2x256, two in flight": pipelined, CHURN: churning, CHURN_WITH_ADDS: adding}
+    if dp:
+        beside |= {CHURN: dp["churn 2x256"]["mean"], CHURN_WITH_ADDS: dp["churn 2x256"]["with_adds"]}
+    for name, own in (ours | ours_too).items():
+        peer = beside.get(name)
+        told = [f"{peer:.2f}", f"{peer / own['mean']:.1f}"] if peer else [""] * 2
         table.add_row(name, *(f"{own[key]:.2f}" for key in ("mean", "median", "p99")), *told)
     console.print(table)
-    console.print("Where two figures are given for DPScheduler, the second has the time of adding the requests in it.")
-    for name, own in (("2x256", ours["2x256"]), ("2x256, 5% begin and end", churning)):
-        cpu = ", ".join(f"{key[4:]} {value:.2f}" for key, value in own.items() if key.startswith("cpu "))
+    for name, own in (("2x256", ours["2x256"]), (CHURN, churning), (CHURN_WITH_ADDS, adding)):
         console.print(
             f"{name}: {own['sequences']:.0f} sequences in a merged step, {own['rows_of_rank']:.0f} of a rank; "
-            f"{own['begun']:.1f} requests begin in a step; ms of CPU per step: {cpu} (each)"
+            f"{own['begun']:.1f} requests begin in a step"
         )
-    if churning["rows_of_rank"] < FULL * 256:
+    cpu = ", ".join(f"{key[4:]} {value:.2f}" for key, value in adding.items() if key.startswith("cpu "))
+    console.print(f"{CHURN_WITH_ADDS}: ms of CPU per step: {cpu} (each)")
+    if adding["rows_of_rank"] < FULL * 256:
         console.print(
-            "Rows stood empty, since requests came more slowly than others ended: the time with 5% that begin and end "
+            "Rows stood empty, since requests came more slowly than others ended: the time with those added meanwhile "
             "is that in which 512 tokens are drawn, by more than one step."
         )
     for count, figure in peers["vllm"].items():
@@ -398,7 +412,8 @@ def main() -> None:
         "pipelined_step_ms": {"2x256": pipelined["mean"]},
         "churn_step_ms": {"2x256": churning["mean"]},
         "churn_begun_per_step": {"2x256": churning["begun"]},
-        "churn_rows_of_rank": {"2x256": churning["rows_of_rank"]},
+        "churn_with_adds_step_ms": {"2x256": adding["mean"]},
+        "churn_with_adds_rows_of_rank": {"2x256": adding["rows_of_rank"]},
         "dpscheduler_churn_step_ms": {"2x256": dp["churn 2x256"]["mean"]},
         "dpscheduler_churn_with_adds_step_ms": {"2x256": dp["churn 2x256"]["with_adds"]},
         "dpscheduler_step_ms": {name: dp[name]["mean"] for name in ours},

@@ -2,7 +2,8 @@
 
 Each stream is a request of its own prompt; with ``--again`` a stream that has finished is followed by another, on the
 same rank. It ends when every stream has finished, or ``--seconds`` after every stream has begun, and prints what it
-counted as JSON.
+counted as JSON. With ``--rows`` every stream waits in its rank before the first begins; what is counted ends when so
+many are left, and from then on rows stand empty.
 """
 
 import argparse
@@ -19,10 +20,16 @@ from bus.messages import (
     FRONTEND_TO_CLIENT,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Command,
+    CommandRequest,
     Error,
     Finished,
     Generate,
     GenerateParams,
+    Reply,
+    RequestCounts,
+    Resume,
+    SetPause,
     TokenDeltas,
     Welcome,
 )
@@ -58,6 +65,14 @@ class Connection:
         )
         self._send(msgspec.msgpack.encode(request))
 
+    def command(self, body: Command) -> object:
+        """What it is answered with, before any stream has begun."""
+        self._send(msgspec.msgpack.encode(CommandRequest(command_id=1, body=body)))
+        while not isinstance(reply := self.receive(), Reply):
+            if isinstance(reply, Error):
+                raise SystemExit(f"refused: {reply.message}")
+        return reply.value
+
     def receive(self) -> object:
         return self._decoder.decode(self.socket.recv_multipart()[1])
 
@@ -81,6 +96,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rows", type=int, default=0, help="of all ranks; one stream waits for each that becomes free")
     arguments = parser.parse_args()
 
     context = zmq.Context()
@@ -105,15 +121,23 @@ def main() -> None:
         else:
             open_streams -= 1
 
+    staggered = arguments.rows or (arguments.streams if arguments.again else 0)
+    if arguments.rows:
+        connections[0].command(SetPause(mode="keep"))
     for number in range(arguments.streams):
-        share = 1 + number // arguments.ranks % arguments.max_tokens if arguments.again else arguments.max_tokens
+        share = 1 + number // arguments.ranks % arguments.max_tokens if number < staggered else arguments.max_tokens
         start(connections[number % len(connections)], share, number % arguments.ranks)
         open_streams += 1
     tokens = 0
     counts: list[tuple[float, int]] = []
     silent = {f"{arguments.first}-{number}" for number in range(arguments.streams)}
     all_begun = until = float("inf")
-    while open_streams and time.monotonic() < until:
+    if arguments.rows:
+        while sum(connections[0].command(RequestCounts())) < arguments.streams:  # type: ignore[call-overload]
+            pass
+        silent, all_begun = set(), time.monotonic()
+        connections[0].command(Resume())
+    while open_streams > arguments.rows and time.monotonic() < until:
         for socket, _ in poller.poll(100):
             connection = by_socket[socket]
             message = connection.receive()

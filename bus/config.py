@@ -137,8 +137,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # Routing and batching
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
-    batching_window_ms: Annotated[float, Meta(ge=0)] = 5.0
-    """How long the executor waits for ranks that said more is coming."""
+    batching_window_ms: Annotated[float, Meta(ge=0)] = 10.0
+    """How long the executor waits for ranks that said more is coming. To go without one costs all of them a step more,
+    5 to 15 ms of a TPU."""
 
     # Where things are
     host: str = "127.0.0.1"

@@ -5,7 +5,15 @@ import sys
 from collections import deque
 from typing import Any, NamedTuple
 
-import structlog
+# structlog imports rich where there is one, to draw tracebacks for a terminal: a fifth of the time in which a rank
+# starts, for lines that are JSON. So there is none while it is imported.
+_rich = sys.modules.get("rich")
+sys.modules["rich"] = None  # type: ignore[assignment]
+import structlog  # noqa: E402
+
+del sys.modules["rich"]
+if _rich is not None:
+    sys.modules["rich"] = _rich
 
 Logger = Any
 

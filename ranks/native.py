@@ -29,36 +29,35 @@ from bus.messages import (
     PartialSchedule,
     PauseState,
     Pooled,
-    RequestEnded,
     RequestStarted,
     Sampling,
     StandingSchedule,
     StepResult,
     StopTurn,
     TurnEnded,
-    TurnReason,
 )
 from bus.prefix import block_hashes, split_hashes
 from bus.wire import all_below, unpack_ints
 from ranks import results, schedules
-from ranks.batch import NO_ROWS, NONE, Batch, Rows
+from ranks.batch import NO_ROWS, Batch, Rows
 from ranks.block_pool import BlockPool
 from ranks.checks import Checks
 from ranks.drafts import DraftModel, PromptLookup
 from ranks.grammars import NOT_ALLOWED, NOT_ITS_OUTPUT, BadGrammar, Grammars, Matcher
 from ranks.kv_cache import KvCache
 from ranks.logprobs import part_of
-from ranks.outbox import by_id
+from ranks.members import Members
 from ranks.output import outputs
 from ranks.planning import Planner, Step
 from ranks.pooling import vectors_of
-from ranks.rendering import render
-from ranks.request import Int32, Request, Session, Turn, new_request
+from ranks.request import Int32, new_request
 from ranks.scheduler import Ended, KvChanges, LoadFigures, Refused, RefusedTurn, StepOutputs
 from ranks.sessions import Sessions
+from ranks.single_step import SingleStep
 from ranks.statistics import Statistics
 from ranks.steady import Steady
 from ranks.tickets import Tickets
+from ranks.turns import Turns
 from ranks.waiting import Waiting
 
 
@@ -88,20 +87,13 @@ class NativeScheduler:
         self._last_rows = NO_ROWS
         """Those of the step made last."""
         self._num_added = 0
-        self._by_key: dict[tuple[int, int], Request] = {}
-        self._by_name: dict[str, Request] = {}
-        self._constrained: dict[int, Request] = {}
-        """Requests with a grammar, by their number."""
         self._tickets = Tickets()
-        self._untold: list[Request] = []
-        """Requests that have ended since the last schedule."""
-        self._rendered: list[Request] = []
-        """The requests of the step rendered last, in its order."""
-        self._turns: list[tuple[int, TurnEnded]] = []
-        """Turns that ended, with the frontends that are to be told."""
-        self._closed: list[Ended] = []
-        """Sessions that ended with them."""
-        self._refused: list[RefusedTurn] = []
+        batch, sessions, drafts = self._batch, self._sessions, self._planner.drafts
+        self._members = Members(batch, self._kv, self._waiting, sessions, drafts, self._unsettle)
+        self._turns = Turns(
+            sessions, self._members, self._checks, self._tickets, drafts, self._compiled_now, self._unsettle
+        )
+        self._single_step = SingleStep(batch, self._members, self._steps, drafts, pool.vocab_size, self._unsettle)
 
     # Requests
 
@@ -111,7 +103,7 @@ class NativeScheduler:
             raise Refused("pooling is not available in single-step mode, where tokens are given; leave it out")
         matcher = self._compiled_now(request.sampling, request.output_token_ids)
         name = request.request_id
-        if name in self._by_name:
+        if self._members.named(name) is not None:
             name = f"{name}@{frontend}/{request.handle}"
         entry = new_request(
             frontend,
@@ -125,10 +117,9 @@ class NativeScheduler:
         self._num_added += 1
         if matcher is not None:
             entry.matcher = matcher
-            self._constrained[entry.number] = entry
         elif entry.tokens.size:  # or else its turn ends at once
             entry.ticket = self._tickets.draw(entry, request.sampling)
-        self._by_key[frontend, request.handle] = self._by_name[name] = entry
+        self._members.add(entry)
         if entry.session is None:
             self._waiting.add(entry)
         else:
@@ -154,172 +145,55 @@ class NativeScheduler:
         request, grammar = self._tickets.redeem(ticket)
         sentence = f"{GRAMMAR_FAULT}{fault}" if fault else ""
         matcher = matcher or self._grammars.matcher(grammar)
-        if not self._is_alive(request):
+        if not self._members.has(request):
             return []
         if request.ticket != ticket:
-            self._compiled_turn(request, ticket, matcher, sentence)
+            self._turns.compiled(request, ticket, matcher, sentence)
             return []
         if not sentence and not matcher.accept(request.tokens[request.num_prompt :].tolist()):
             sentence = NOT_ITS_OUTPUT
         if not sentence:
             request.matcher, request.ticket = matcher, 0
-            self._constrained[request.number] = request
+            self._members.constrained[request.number] = request
             self._waiting.offer(request)
         elif request.session is None or request.session.taken is None:
-            return self._finish([request], "error", "invalid", sentence)
+            return self._members.finish([request], "error", "invalid", sentence)
         else:
-            self._refused.append(
-                RefusedTurn(request.frontend, request.handle, request.session.taken.sequence, sentence)
-            )
-            self._sessions.give_back(request)
-            self._go_on(request, request.session)
+            self._turns.refuse_taken(request, sentence)
         return []
-
-    def _compiled_turn(self, request: Request, ticket: int, matcher: Matcher, sentence: str) -> None:
-        """What a session was to go on with later has its grammar, unless it is gone, or is refused with a sentence."""
-        session = request.session
-        turn = next((turn for turn in session.turns if turn.ticket == ticket), None) if session is not None else None
-        if session is None or turn is None:
-            return
-        turn.matcher, turn.ticket = matcher, 0
-        if sentence:
-            session.turns.remove(turn)
-            self._sessions.num_queued -= 1
-            self._refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, sentence))
 
     def has(self, frontend: int, handle: int) -> bool:
-        return (frontend, handle) in self._by_key
+        return self._members.get(frontend, handle) is not None
 
     def adapters(self) -> list[str]:
-        return list(dict.fromkeys(request.adapter for request in self._by_key.values() if request.adapter))
+        return list(dict.fromkeys(request.adapter for request in self._members if request.adapter))
 
     def append(self, frontend: int, turn: AppendInput, now: float) -> list[Ended]:
-        request, session = self._session(frontend, turn.handle)
-        if session.closing:
-            raise Refused("the session is closed; it takes no more input")
-        if turn.close:
-            if self._sessions.waits_for_input(request):
-                return self._finish([request], "closed")
-            session.closing = True
-            return []
-        sampling = turn.sampling or session.opened_with
-        self._checks.check_turn(
-            turn, sampling, request.num_prompt + sum(queued.tokens.size for queued in session.turns)
-        )
-        tokens = unpack_ints(turn.prompt_token_ids)
-        entry = Turn(turn.sequence, tokens, sampling, turn.mm_features, now, self._compiled_now(sampling))
-        if entry.matcher is None and tokens.size:
-            entry.ticket = self._tickets.draw(request, sampling)
-        if not self._sessions.waits_for_input(request):
-            session.turns.append(entry)
-            self._sessions.num_queued += 1
-        else:
-            self._begin_turn(request, entry)
-        return []
+        return self._turns.append(frontend, turn, now)
 
     def stop_turn(self, frontend: int, stop: StopTurn) -> None:
-        request, _ = self._session(frontend, stop.handle)
-        if stop.turn < request.turn:
-            raise Refused(f"turn {stop.turn} has ended; turn {request.turn} is the one that may be stopped")
-        if stop.turn > request.turn or self._sessions.waits_for_input(request):
-            raise Refused(f"turn {stop.turn} has not begun; turn {request.turn} is the one that may be stopped")
-        if stop.n < 0:
-            raise Refused(f"n is {stop.n}; it must be 0 or more")
-        self._end_turn(request, "interrupted", keep=stop.n)
-
-    def _session(self, frontend: int, handle: int) -> tuple[Request, Session]:
-        request = self._by_key.get((frontend, handle))
-        if request is None:
-            raise Refused("the session is not known: it has ended, or was never opened")
-        if request.session is None:
-            raise Refused(f"request {request.request_id} is no session; open it with resumable to append to it")
-        return request, request.session
-
-    def _begin_turn(self, request: Request, turn: Turn) -> None:
-        """Let a session that waits for input go on."""
-        self._sessions.take(request, turn)
-        if turn.matcher is not None:
-            self._constrained[request.number] = request
-
-    def _end_turn(
-        self, request: Request, reason: TurnReason, stop_reason: int | None = None, keep: int | None = None
-    ) -> None:
-        """Let a session's turn end, and begin what comes next; who is to hear of it is noted."""
-        if request.row != NONE:
-            self._unsettle()
-            self._planner.drafts.pop(request.row, None)
-        session = request.session
-        assert session is not None
-        self._turns.append((request.frontend, self._sessions.end_turn(request, reason, stop_reason, keep)))
-        self._constrained.pop(request.number, None)
-        self._go_on(request, session)
-
-    def _go_on(self, request: Request, session: Session) -> None:
-        """Let a session that waits for input take the next there is room for, or end if it was closed."""
-        while session.turns:
-            turn = session.turns.popleft()
-            self._sessions.num_queued -= 1
-            try:
-                self._checks.check_room(request.num_prompt, turn.tokens.size)
-            except Refused as refused:
-                self._refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, str(refused)))
-            else:
-                self._begin_turn(request, turn)
-                return
-        if session.closing:
-            self._closed += self._finish([request], "closed")
+        self._turns.stop(frontend, stop)
 
     def take_turns(self) -> tuple[StepOutputs, list[RefusedTurn]]:
-        turns, closed, refused = self._turns, self._closed, self._refused
-        if not (turns or refused):
+        if not self._turns.has_news:
             return [], []
-        self._turns, self._closed, self._refused = [], [], []
+        turns, closed, refused = self._turns.take_news()
         nothing = np.empty(0, np.int32)
         told = outputs(0, nothing, nothing, nothing, None, [], turns, closed, []) if turns or closed else []
         return told, refused
 
     def finish(self, frontend: int, handles: Ints | None, reason: FinishReason) -> list[Ended]:
         if handles is None:
-            return self._finish([request for request in self._by_key.values() if request.frontend == frontend], reason)
-        keys = dict.fromkeys((frontend, handle) for handle in unpack_ints(handles).tolist())
-        return self._finish([self._by_key[key] for key in keys if key in self._by_key], reason)
+            return self._members.finish([request for request in self._members if request.frontend == frontend], reason)
+        found = [self._members.get(frontend, handle) for handle in dict.fromkeys(unpack_ints(handles).tolist())]
+        return self._members.finish([request for request in found if request is not None], reason)
 
     def finish_ids(
         self, request_ids: list[str] | None, reason: FinishReason, code: str = "", message: str = ""
     ) -> list[Ended]:
         wanted = None if request_ids is None else frozenset(request_ids)
-        requests = [item for item in self._by_key.values() if wanted is None or item.request_id in wanted]
-        return self._finish(requests, reason, code, message)
-
-    def _finish(self, requests: list[Request], reason: FinishReason, code: str = "", message: str = "") -> list[Ended]:
-        rows = [request.row for request in requests if request.row != NONE]
-        for request in requests:
-            if request.row == NONE and request.session is not None:
-                self._sessions.remove(request)
-            elif request.row == NONE:
-                self._waiting.remove(request)
-        ended = [self._forget(request, reason, code=code, message=message) for request in requests]
-        self._leave(rows)
-        return ended
-
-    def _forget(
-        self, request: Request, reason: FinishReason, stop_reason: int | None = None, code: str = "", message: str = ""
-    ) -> Ended:
-        del self._by_key[request.frontend, request.handle], self._by_name[request.name]
-        self._constrained.pop(request.number, None)
-        self._untold.append(request)
-        ended = RequestEnded(handle=request.handle, reason=reason, stop_reason=stop_reason, code=code, message=message)
-        return Ended(request.frontend, request.request_id, ended)
-
-    def _leave(self, rows: list[int]) -> None:
-        """Give back the rows and blocks of requests that have ended."""
-        if rows:
-            self._unsettle()
-            for row in rows:
-                self._kv.release(row)
-                self._sessions.left(self._batch.request(row))
-                self._planner.drafts.pop(row, None)
-            self._batch.leave(rows)
+        requests = [item for item in self._members if wanted is None or item.request_id in wanted]
+        return self._members.finish(requests, reason, code, message)
 
     # Steps
 
@@ -338,7 +212,7 @@ class NativeScheduler:
         return schedules.again(plan, steady.expects_more() or self._others_come())
 
     def _begin_again(self, steady: Steady, plan: Step) -> None:
-        self._untold.clear()
+        self._members.gone.clear()
         self._statistics.scheduled(steady.size)
         self._steps.append(plan)
 
@@ -422,10 +296,10 @@ class NativeScheduler:
 
     def _plan(self, number: int, now: float) -> Step:
         self._unsettle()
-        self._untold.clear()
+        self._members.gone.clear()
         if self._sessions.num_empty and self._planner.admits:
             for request in self._sessions.take_empty():
-                self._end_turn(request, "empty")
+                self._turns.end(request, "empty")
         plan = self._planner.plan(number)
         for request, _, cached, _ in plan.entered:
             if not request.has_run:
@@ -457,7 +331,7 @@ class NativeScheduler:
     def _go_on_steadily(self, steady: Steady, tokens: Int32) -> int:
         """Give the rows of the oldest step their tokens, with which all goes on; which step that is."""
         if not self._steps:
-            self._untold.clear()
+            self._members.gone.clear()
             number = self._standing.popleft()
             steady.passes(number, tokens)
             return number
@@ -483,7 +357,7 @@ class NativeScheduler:
         started = [
             (request.frontend, told)
             for request, turn, told in step.started
-            if self._is_alive(request) and request.turn == turn
+            if self._members.has(request) and request.turn == turn
         ]
         ended = []
         if drawn.broken.size:
@@ -506,10 +380,10 @@ class NativeScheduler:
             going = rows[told]
             self._kv.name_full(going, np.minimum(batch.known[going], batch.computed[going]))
         left = rows[over].tolist()
-        rejected = self._accept(rows, table, delivered, left) if self._constrained else {}
+        rejected = self._accept(rows, table, delivered, left) if self._members.constrained else {}
         ended += self._end([row for row in left if row not in rejected])
         for row, sentence in rejected.items():
-            ended += self._finish([batch.request(row)], "error", "grammar", sentence)
+            ended += self._members.finish([batch.request(row)], "error", "grammar", sentence)
         if self._drafts is not None:
             self._look_up(self._drafts, rows[told])
         width = table.shape[1]
@@ -517,7 +391,7 @@ class NativeScheduler:
         self._statistics.generated(tokens.size, int(np.add.reduce(drawn.lengths)) - tokens.size)
         if logprobs:
             own += self._own_logprobs(step, delivered, logprobs)
-        turns, closed, self._turns, self._closed = self._turns, self._closed, [], []
+        turns, closed = self._turns.take_ended()
         return self._tell(step.number, rows[told], tokens, delivered[told], started, turns, ended + closed, own, pooled)
 
     def _judge(self, row: int, drafts: list[int], num_tokens: int) -> None:
@@ -545,7 +419,7 @@ class NativeScheduler:
         """Let grammars go on by what their rows got; those that cannot, and why. For rows in `left` it was the last."""
         places = {row: place for place, row in enumerate(rows.tolist())}
         rejected = {}
-        for request in self._constrained.values():
+        for request in self._members.constrained.values():
             place = places.get(request.row)
             if place is not None and request.matcher is not None:
                 tokens = table[place, : delivered[place]].tolist()
@@ -561,7 +435,7 @@ class NativeScheduler:
         requests = [self._batch.request(row) for row in rows.tolist()]
         for _ in requests:
             self._statistics.not_a_number()
-        return self._finish(requests, "error", "nan", "the model produced NaN logits")
+        return self._members.finish(requests, "error", "nan", "the model produced NaN logits")
 
     def _end_pooled(self, rows: list[int], vectors: dict[int, Floats]) -> tuple[list[tuple[int, Pooled]], list[Ended]]:
         """End the requests in `rows`, which have all they asked for: their vectors, with the frontends they go to."""
@@ -570,7 +444,7 @@ class NativeScheduler:
             (request.frontend, Pooled(owner=request.handle, vector=vectors[row]))
             for row, request in zip(rows, requests, strict=True)
         ]
-        return told, self._finish(requests, "stop")
+        return told, self._members.finish(requests, "stop")
 
     def _end(self, rows: list[int]) -> list[Ended]:
         """The last token of each of these rows is the last of its request, or of its session's turn."""
@@ -583,13 +457,13 @@ class NativeScheduler:
             request = batch.request(row)
             reason, stop_reason = _why(token, request.sampling)
             if request.session is None:
-                ended.append(self._forget(request, reason, stop_reason))
+                ended.append(self._members.forget(request, reason, stop_reason))
                 gone.append(row)
             else:
-                self._leave(gone)  # blocks become free in the order of the rows
+                self._members.leave(gone)  # blocks become free in the order of the rows
                 gone = []
-                self._end_turn(request, reason, stop_reason)
-        self._leave(gone)
+                self._turns.end(request, reason, stop_reason)
+        self._members.leave(gone)
         return ended
 
     def _own_prompt_logprobs(self, rows: Rows, logprobs: list[Logprobs]) -> list[tuple[int, Logprobs]]:
@@ -633,78 +507,26 @@ class NativeScheduler:
         several = counts if tokens.size > rows.size else None
         return outputs(number, frontends, handles, tokens, several, started, turns, ended, logprobs, pooled)
 
-    def _is_alive(self, request: Request) -> bool:
-        return self._by_key.get((request.frontend, request.handle)) is request
-
     def set_pause(self, state: PauseState) -> None:
         self._planner.pause_state = state
 
     # Single-step mode
 
     def render(self, step: int, now: float) -> dict[str, Any]:
-        finished = list(self._untold)
+        gone = list(self._members.gone)
         plan = self._plan(step, now)
         self._steps.append(plan)
-        before = frozenset(request.number for request in self._rendered)
-        self._rendered = [self._batch.request(row) for row in plan.rows.tolist()]
-        return render(plan, self._batch, before, finished)
+        return self._single_step.render(plan, gone)
 
     def update_by_id(self, sampled: dict[str, list[int]]) -> tuple[StepOutputs, dict[str, Any]]:
-        step = self._steps[0]
-        names = [request.name for request in self._rendered]
-        for name in sampled:
-            if name not in names:
-                raise Refused(f"request {name} is not in the schedule that is held")
-        present = self._batch.present(step.rows, step.number).tolist()
-        for name, row, samples, here in zip(names, step.rows.tolist(), step.samples.tolist(), present, strict=True):
-            most = 1 + len(step.drafts.get(row, ())) if samples else 0
-            self._check_sampled(name, sampled.get(name, []), most if here else None)
-        drawn = [sampled.get(name, []) for name in names]
-        lengths = np.array([len(tokens) for tokens in drawn], np.int32)
-        table = np.full((len(drawn), max(1, int(lengths.max(initial=0)))), NONE, np.int32)
-        for line, tokens in zip(table, drawn, strict=True):
-            line[: len(tokens)] = tokens
-        given = self._take(results.Drawn(table, lengths, results.NO_PLACES, results.NO_PLACES), [], {})
-        return given, by_id(given, {(request.frontend, request.handle): request.name for request in self._rendered})
-
-    def _check_sampled(self, name: str, tokens: list[int], most: int | None) -> None:
-        """Look at the tokens of a request that may have `most` of them; None if they come too late to matter."""
-        if most is not None and not min(most, 1) <= len(tokens) <= most:
-            raise Refused(
-                f"request {name} has {len(tokens)} sampled tokens; in this schedule it must have "
-                + ("none: its prompt is not complete" if most == 0 else f"from 1 to {most}")
-            )
-        if any(not 0 <= token < self._pool.vocab_size for token in tokens):
-            raise Refused(f"request {name} has a token that is not in 0 … {self._pool.vocab_size - 1}")
+        given = self._take(self._single_step.read(sampled), [], {})
+        return given, self._single_step.by_id(given)
 
     def bitmask(self) -> tuple[list[str], list[bytes]] | None:
-        step = self._steps[0]
-        names, masks = [], []
-        present = self._batch.present(step.rows, step.number)
-        for request, samples in zip(self._rendered, (step.samples & present).tolist(), strict=True):
-            if samples and request.matcher is not None:
-                own = request.matcher.masks(step.drafts.get(request.row, []))
-                names += [request.name] * len(own)
-                masks += own
-        return (names, masks) if names else None
+        return self._single_step.bitmask()
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> list[str]:
-        for name, tokens in drafts.items():
-            if any(not 0 <= token < self._pool.vocab_size for token in tokens):
-                raise Refused(f"request {name} has a draft that is not in 0 … {self._pool.vocab_size - 1}")
-        self._unsettle()
-        taken = []
-        for name, tokens in drafts.items():
-            request = self._by_name.get(name)
-            if request is None or request.row == NONE:
-                continue
-            self._planner.drafts.pop(request.row, None)
-            if request.matcher is not None:
-                tokens = request.matcher.allowed_of(tokens)
-            if tokens and not self._batch.prefilling[request.row]:
-                self._planner.drafts[request.row] = list(tokens)
-                taken.append(name)
-        return taken
+        return self._single_step.set_drafts(drafts)
 
     # Probes
 
@@ -741,13 +563,13 @@ class NativeScheduler:
         return len(self._blocks.find(names[: max(prompt.nbytes // 4 - 1, 0) // size])) * size
 
     def unfinished(self) -> int:
-        return len(self._by_key) - self._sessions.num_idle
+        return len(self._members) - self._sessions.num_idle
 
     def request_counts(self) -> tuple[int, int]:
         return self._batch.running.size, len(self._waiting) + self._sessions.num_idle + self._sessions.num_empty
 
     def has_finished(self) -> bool:
-        return self._batch.num_leaving > 0 or bool(self._untold)
+        return self._batch.num_leaving > 0 or bool(self._members.gone)
 
     def stats(self) -> dict[str, Any] | None:
         if not self._config.log_stats:

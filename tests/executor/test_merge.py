@@ -173,7 +173,7 @@ class RankModel:
         )
 
     def draw_blocks(self, data: st.DataObject, computed: int) -> list[int]:
-        count = -(-computed // BLOCK) + data.draw(st.integers(0, 1))
+        count = min(-(-computed // BLOCK) + data.draw(st.integers(0, 1)), MAX_LEN // BLOCK)
         block = st.integers(0, LIMITS.blocks_of_rank[self.rank] - 1)
         return data.draw(st.lists(block, min_size=count, max_size=count))
 

@@ -1,6 +1,7 @@
 """Fixtures that tests of all kinds share."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from xdist.scheduler import LoadFileScheduling
 from bus import config, model_files
 from executor import prepare
 from tests.tiny_model import write_tiny_llama
+
+CHEAP_COMPILER = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+"""Has XLA compile for a CPU in a third of the time: almost every program that tests compile runs a few times only."""
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP_COMPILER}"  # of engines that tests start, too
 
 
 class _ByEngine(LoadFileScheduling):

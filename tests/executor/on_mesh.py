@@ -126,7 +126,7 @@ def main(cache: Path, out: Path, wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     from tests.executor.driving import Driver
 
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

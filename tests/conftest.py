@@ -22,6 +22,21 @@ CHEAP_COMPILER = (
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP_COMPILER}"  # of engines that tests start, too
 
+LONGEST = (
+    "tests/e2e/",
+    "tests/executor/test_families.py",
+    "tests/process/test_whole_engine.py",
+    "tests/process/test_asked.py",
+    "tests/process/test_serve.py",
+    "tests/process/",
+    "tests/executor/test_aot.py",
+    "tests/executor/",
+    "tests/frontend/test_server.py",
+    "tests/ranks/",
+    "",
+)
+"""What begins first, so that what is left at the end are files of a second, which both processes share evenly."""
+
 
 class _ByEngine(LoadFileScheduling):
     """Each file in one process, and all end-to-end tests in the same, which then starts their engine once."""
@@ -32,7 +47,13 @@ class _ByEngine(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
     """What says which process has which tests."""
+    config.option.loadscopereorder = False  # it would begin with the files of the most tests
     return _ByEngine(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest first; otherwise the order stays."""
+    items.sort(key=lambda item: next(n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)))
 
 
 @pytest.fixture(autouse=True)

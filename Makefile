@@ -34,8 +34,9 @@ DEV := $(VENV)/stamp-dev
 serve: $(SELF)
 	@exec $(BIN)/rankbus serve $(ARGS)
 
+# Bytecode is kept whatever the environment says: hundreds of processes would compile the same modules.
 test: $(SELF) $(DEV)
-	@$(BIN)/python -m pytest $(T)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(T)
 
 fuzz: $(SELF) $(DEV)
 	@$(BIN)/python -m tests.ranks.fuzz --traces $(N)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -129,7 +130,9 @@ class Engine:
         for process in self.processes:
             process.wait(10)
         self._log.close()
-        return [Step(*line) for line in json.loads(self._steps.read_text())]
+        steps = [Step(*line) for line in json.loads(self._steps.read_text())]
+        shutil.rmtree(self._folder)
+        return steps
 
 
 def figures(times_ms: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:

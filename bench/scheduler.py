@@ -9,6 +9,7 @@ The table is printed; the figures go to bench/results/scheduler.json.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from bus import model_files
 from bus.config import Config, load, to_toml
 from bus.core import Drained, Peer, PeerUp, Received, Tick
 from bus.messages import ExecutorStatus, Generate, GenerateParams, Load, Message
+from bus.shell import NEW_OBJECTS
 from bus.wire import Codec, pack_ints
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
@@ -285,6 +287,8 @@ def add_us(prompt_tokens: int) -> float:
         for number in range(1000)
     ]
     times = []
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)  # as in a process of the engine
     for parts in frames:
         begin = time.perf_counter()
         for event in (Received(client, codec.decode(parts).message), Drained(0.0)):

@@ -9,8 +9,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
 from bus.config import Config
@@ -45,7 +43,7 @@ from bus.wire import pack_ints, unpack_ints
 from frontend.adapters import Adapters
 from frontend.commands import EXECUTOR, FOR_EXECUTOR, Commands, answer
 from frontend.gathering import Gathering
-from frontend.params import BadRequest, ModelLimits, check_features, check_prompt, sampling_for
+from frontend.params import BadRequest, ModelLimits, Samplings, check_features, check_prompt
 from frontend.requests import Requests
 from frontend.routing import RankView, Router, Unroutable
 from frontend.seam import (
@@ -82,6 +80,7 @@ class FrontendCore:
         `seed_key` is random bytes of this start, from which seeds of unseeded requests are derived.
         """
         self._limits = limits
+        self._samplings = Samplings()
         self._by_priority = config.policy == "priority"
         self._pooling = config.pooling
         self._seed_key = seed_key
@@ -256,10 +255,11 @@ class FrontendCore:
         if request.text_output or request.prompt_token_ids is None:
             return self._as_text(peer, request)
         prompt = self._checked(request.prompt_token_ids, room=1)
-        check_features(request.mm_features, len(prompt))
+        num_tokens = prompt.nbytes // 4
+        check_features(request.mm_features, num_tokens)
         seed = self._draw_seed() if request.params.seed is None else request.params.seed
         samplings = [
-            sampling_for(request.params, len(prompt), self._limits, self._child_seed(seed, index))
+            self._samplings.make(request.params, num_tokens, self._limits, self._child_seed(seed, index))
             for index in range(request.num_sequences)
         ]
         return self._add_tokens(peer, request, prompt, samplings, request.mm_features, adapter)
@@ -275,15 +275,18 @@ class FrontendCore:
         self._text_requests[peer, request.request_id] = request.num_sequences
         return [RenderText(peer, request)]
 
-    def _checked(self, tokens: list[int] | Ints, room: int) -> npt.NDArray[np.int32]:
+    def _checked(self, tokens: list[int] | Ints, room: int) -> Ints:
         """A prompt that leaves `room` for output."""
-        return check_prompt(unpack_ints(tokens) if isinstance(tokens, memoryview) else tokens, self._limits, room)
+        if isinstance(tokens, memoryview):
+            check_prompt(unpack_ints(tokens), self._limits, room)
+            return tokens
+        return pack_ints(check_prompt(tokens, self._limits, room))
 
     def _add_tokens(
         self,
         peer: Peer,
         request: Generate | Embed,
-        prompt: npt.NDArray[np.int32],
+        prompt: Ints,
         samplings: list[Sampling],
         features: list[MultimodalFeature],
         adapter: str,
@@ -291,7 +294,7 @@ class FrontendCore:
         return self._requests.add(
             peer,
             request.request_id,
-            pack_ints(prompt),
+            prompt,
             samplings,
             self._wall,
             request.priority,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from bus.messages import GenerateParams, MultimodalFeature, Sampling
 from bus.sampling import fault_of
@@ -118,6 +119,27 @@ def sampling_for(params: GenerateParams, prompt_tokens: int, limits: ModelLimits
     if fault:
         raise BadRequest(fault)
     return sampling
+
+
+class Samplings:
+    """Makes sampling parameters for requests that are given as tokens.
+
+    Most ask for the same as the one before, and what was found good is not looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._asked: GenerateParams | None = None
+        self._limits: ModelLimits | None = None
+        self._made: Sampling | None = None
+
+    def make(self, params: GenerateParams, prompt_tokens: int, limits: ModelLimits, seed: int) -> Sampling:
+        """As `sampling_for`."""
+        fits = params.max_tokens is not None and params.max_tokens <= limits.max_model_len - prompt_tokens
+        if fits and self._made is not None and limits is self._limits and params == self._asked:
+            return structs.replace(self._made, seed=seed)
+        made = sampling_for(params, prompt_tokens, limits, seed)
+        self._asked, self._limits, self._made = params, limits, made
+        return made
 
 
 def session_sampling(params: GenerateParams, limits: ModelLimits, seed: int) -> Sampling:

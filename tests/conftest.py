@@ -21,6 +21,7 @@ CHEAP_COMPILER = (
 """Has XLA compile for a CPU in a third of the time: almost every program that tests compile runs a few times only."""
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP_COMPILER}"  # of engines that tests start, too
+os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads wait for each other in loops, on cores that others work on
 
 LONGEST = (
     "tests/e2e/",

@@ -13,14 +13,10 @@ from xdist.scheduler import LoadFileScheduling
 
 from bus import config, model_files
 from executor import prepare
+from tests.compiler import optimise_little
 from tests.tiny_model import write_tiny_llama
 
-CHEAP_COMPILER = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
-"""Has XLA compile for a CPU in a third of the time: almost every program that tests compile runs a few times only."""
-
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP_COMPILER}"  # of engines that tests start, too
+optimise_little()
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads wait for each other in loops, on cores that others work on
 
 LONGEST = (

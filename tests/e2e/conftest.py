@@ -11,6 +11,7 @@ import pytest
 
 from bus.config import Config, load
 from frontend.client import Client
+from tests.compiler import as_served
 from tests.engine import Engine
 
 COLD_START_S = 400.0
@@ -24,13 +25,15 @@ CACHE = load().cache_path
 def engine(embedded_model: Path) -> Iterator[Engine]:
     """The engine as `rankbus serve` runs it by default: one frontend, two ranks, one executor."""
     defaults = Config()
-    with Engine(
-        embedded_model,
-        CACHE,
-        max_num_seqs=defaults.max_num_seqs,
-        max_num_batched_tokens=defaults.max_num_batched_tokens,
-        num_blocks=None,
-    ) as engine:
+    with as_served():
+        engine = Engine(
+            embedded_model,
+            CACHE,
+            max_num_seqs=defaults.max_num_seqs,
+            max_num_batched_tokens=defaults.max_num_batched_tokens,
+            num_blocks=None,
+        )
+    with engine:
         engine.start()
         engine.wait_ready(COLD_START_S)
         yield engine

@@ -35,8 +35,9 @@ serve: $(SELF)
 	@exec $(BIN)/rankbus serve $(ARGS)
 
 # Bytecode is kept whatever the environment says: hundreds of processes would compile the same modules.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(SELF) $(DEV)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(T)
+	@$(BIN)/python -m pytest $(T)
 
 fuzz: $(SELF) $(DEV)
 	@$(BIN)/python -m tests.ranks.fuzz --traces $(N)

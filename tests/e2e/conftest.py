@@ -34,9 +34,20 @@ def engine(embedded_model: Path) -> Iterator[Engine]:
             num_blocks=None,
         )
     with engine:
-        engine.start()
-        engine.wait_ready(COLD_START_S)
+        start(engine)
         yield engine
+
+
+def start(engine: Engine) -> None:
+    """Start an engine, and wait until the frontend knows both ranks: it is ready when it knows one."""
+    engine.start()
+    engine.wait_ready(COLD_START_S)
+
+    def has_both() -> bool:
+        blocks = metrics(engine, "rankbus_rank_num_blocks").values()
+        return len(blocks) == engine.config.ranks and min(blocks) > 0
+
+    engine.wait_until(has_both, "both ranks serve", COLD_START_S)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from bench.speculation import answers, code, extraction
 from frontend.client import AsyncClient
-from tests.e2e.conftest import CACHE, COLD_START_S, metrics
+from tests.compiler import as_served
+from tests.e2e.conftest import CACHE, metrics, start
 from tests.engine import Engine
 
 pytestmark = pytest.mark.timeout(500)  # the first test starts the engine, perhaps with nothing compiled
@@ -20,9 +21,10 @@ pytestmark = pytest.mark.timeout(500)  # the first test starts the engine, perha
 @pytest.fixture(scope="module")
 def speculating(embedded_model: Path) -> Iterator[Engine]:
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 1024}
-    with Engine(embedded_model, CACHE, num_blocks=512, speculation="ngram", **settings) as engine:
-        engine.start()
-        engine.wait_ready(COLD_START_S)
+    with as_served():  # as the engine that it is compared with
+        engine = Engine(embedded_model, CACHE, num_blocks=512, speculation="ngram", **settings)
+    with engine:
+        start(engine)
         yield engine
 
 

@@ -9,7 +9,6 @@ The table is printed; the figures go to bench/results/scheduler.json.
 """
 
 import argparse
-import gc
 import json
 import os
 import re
@@ -34,7 +33,7 @@ from bus import model_files
 from bus.config import Config, load, to_toml
 from bus.core import Drained, Peer, PeerUp, Received, Tick
 from bus.messages import ExecutorStatus, Generate, GenerateParams, Load, Message
-from bus.shell import NEW_OBJECTS
+from bus.shell import collect_seldom
 from bus.wire import Codec, pack_ints
 from frontend.core import FrontendCore
 from frontend.params import ModelLimits
@@ -49,6 +48,7 @@ CHURN_SPARE = 4
 """For so many rows of a rank there is a request more, so that one waits for each row that becomes free."""
 WAITING_STEPS = 760
 """Requests for so many steps wait before the first begins, where they are not to be added meanwhile."""
+PIPELINED = "2x256, two in flight"
 CHURN, CHURN_WITH_ADDS = "2x256, 5% begin and end", "2x256, the same, added meanwhile"
 FULL = 0.9
 """With so large a part of the rows running, steps in which requests begin and end count as full."""
@@ -287,8 +287,7 @@ def add_us(prompt_tokens: int) -> float:
         for number in range(1000)
     ]
     times = []
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS)  # as in a process of the engine
+    collect_seldom()
     for parts in frames:
         begin = time.perf_counter()
         for event in (Received(client, codec.decode(parts).message), Drained(0.0)):
@@ -382,11 +381,10 @@ def main() -> None:
         "ms per step", "mean", "median", "p99", "DPScheduler, mean", "ratio", title="A step without the model"
     )
     beside = {name: dp.get(name, {}).get("mean") for name in ours}
-    beside |= {"2x256, two in flight": beside["2x256"]}
-    ours_too = {"2x256, two in flight": pipelined, CHURN: churning, CHURN_WITH_ADDS: adding}
+    beside[PIPELINED] = beside["2x256"]
     if dp:
         beside |= {CHURN: dp["churn 2x256"]["mean"], CHURN_WITH_ADDS: dp["churn 2x256"]["with_adds"]}
-    for name, own in (ours | ours_too).items():
+    for name, own in (ours | {PIPELINED: pipelined, CHURN: churning, CHURN_WITH_ADDS: adding}).items():
         peer = beside.get(name)
         told = [f"{peer:.2f}", f"{peer / own['mean']:.1f}"] if peer else [""] * 2
         table.add_row(name, *(f"{own[key]:.2f}" for key in ("mean", "median", "p99")), *told)

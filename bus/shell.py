@@ -39,6 +39,16 @@ NEW_OBJECTS = 20_000
 """So many more objects that may be part of cycles, and Python looks for garbage among them."""
 
 
+def collect_seldom() -> None:
+    """Have Python look for garbage as the engine's processes do: seldom, and not in what there is by now.
+
+    What a process has made when it begins to serve it keeps. A request makes hundreds of objects and no cycle, so the
+    search, by default after every 700, would find nothing but take a tenth of the time under load.
+    """
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
+
+
 def new_incarnation() -> int:
     """An incarnation for this start of the process: wall time in nanoseconds, so later starts have larger ones."""
     return time.time_ns()
@@ -130,10 +140,7 @@ class Shell:
 
     def run(self) -> str:
         """Feed the core until `stop` or a `Stop` effect; say Goodbye, close the sockets, return the reason."""
-        # What a process has made up to here it keeps. A request makes hundreds of objects and no cycle, so Python's
-        # search for garbage, by default after every 700, would find nothing but take a tenth of the time under load.
-        gc.freeze()
-        gc.set_threshold(NEW_OBJECTS)
+        collect_seldom()
         try:
             with affinity.pinned(self._cpu):
                 self._loop()

@@ -101,7 +101,7 @@ class Turns:
         session = request.session
         assert session is not None
         assert session.taken is not None
-        self._news.refused.append(RefusedTurn(request.frontend, request.handle, session.taken.sequence, sentence))
+        self._refuse(request, session.taken, sentence)
         self._sessions.give_back(request)
         self._go_on(request)
 
@@ -115,7 +115,7 @@ class Turns:
         if sentence:
             session.turns.remove(turn)
             self._sessions.num_queued -= 1
-            self._news.refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, sentence))
+            self._refuse(request, turn, sentence)
 
     def take_ended(self) -> tuple[list[tuple[int, TurnEnded]], list[Ended]]:
         """The turns that ended since they were last taken, and the sessions that did with them."""
@@ -141,6 +141,10 @@ class Turns:
             raise Refused(f"request {request.request_id} is no session; open it with resumable to append to it")
         return request, request.session
 
+    def _refuse(self, request: Request, turn: Turn, sentence: str) -> None:
+        """A session's turn is not taken; who sent it is to hear why."""
+        self._news.refused.append(RefusedTurn(request.frontend, request.handle, turn.sequence, sentence))
+
     def _begin(self, request: Request, turn: Turn) -> None:
         """Let a session that waits for input go on."""
         self._sessions.take(request, turn)
@@ -157,8 +161,7 @@ class Turns:
             try:
                 self._checks.check_room(request.num_prompt, turn.tokens.size)
             except Refused as refused:
-                told = RefusedTurn(request.frontend, request.handle, turn.sequence, str(refused))
-                self._news.refused.append(told)
+                self._refuse(request, turn, str(refused))
             else:
                 self._begin(request, turn)
                 return

@@ -39,15 +39,20 @@ def engine(embedded_model: Path) -> Iterator[Engine]:
 
 
 def start(engine: Engine) -> None:
-    """Start an engine, and wait until the frontend knows both ranks: it is ready when it knows one."""
+    """Start an engine, and wait until it is ready with all ranks."""
     engine.start()
     engine.wait_ready(COLD_START_S)
+    wait_for_blocks(engine, COLD_START_S)
 
-    def has_both() -> bool:
+
+def wait_for_blocks(engine: Engine, deadline_s: float) -> None:
+    """Until frontend 0 knows that all ranks have blocks; it is ready as soon as one has."""
+
+    def all_have() -> bool:
         blocks = metrics(engine, "rankbus_rank_num_blocks").values()
         return len(blocks) == engine.config.ranks and min(blocks) > 0
 
-    engine.wait_until(has_both, "both ranks serve", COLD_START_S)
+    engine.wait_until(all_have, "all ranks have blocks", deadline_s)
 
 
 @pytest.fixture

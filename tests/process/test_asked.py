@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bus.messages import Sampling
 from frontend.client import AsyncClient, Client
-from tests.e2e.conftest import metrics
+from tests.e2e.conftest import metrics, wait_for_blocks
 from tests.engine import Engine
 from tests.executor.definition import plain_adjust, sampling_of
 from tests.tiny_model import EOS
@@ -40,13 +40,8 @@ def engine(tiny_model: Path, engine_cache: Path) -> Iterator[Engine]:
         engine.start("rank-1", scheduler="vllm")
         engine.wait_ready(START_S)
         engine["rank-1"].wait_for_log("rank ready", START_S, scheduler="vllm")
+        wait_for_blocks(engine, DEADLINE_S)
         with Client(engine.config.client_endpoint(0), timeout_s=DEADLINE_S) as client:
-
-            def both_take_requests() -> bool:
-                blocks = metrics(engine, "rankbus_rank_num_blocks")
-                return len(blocks) == 2 and min(blocks.values()) > 0
-
-            engine.wait_until(both_take_requests, "both ranks have blocks", DEADLINE_S)
             assert client.complete(PROMPT, text_output=False, max_tokens=1, rank=1)
         yield engine
         engine.check_running()
